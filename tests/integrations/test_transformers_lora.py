@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from .._compare import (
@@ -136,6 +137,24 @@ def test_what_a_model_or_its_adapters_do_not_allow(opt, device) -> None:
     biased = build("gpt_oss").to(device)
     with pytest.raises(ValueError, match=r"has LoRA on .*, not 'down_proj_bias'"):
         attach(biased, 1, 1, target_parameters=["experts.down_proj_bias"])
+    for call in (attach, opt.integrations.use_in_transformers, opt.integrations.quantize_experts):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str; load it"):
+            call("Qwen/Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize("parts", [{}, {"target_modules": ["q_proj"]}], ids=["experts", "all"])
+def test_experts_that_accelerate_keeps_on_disk(opt, tmp_path, parts) -> None:
+    """LoRA would lie on the meta device beside them, and the first product would fail."""
+    pytest.importorskip("accelerate")
+    build("qwen3_moe").save_pretrained(tmp_path / "whole")
+    names = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
+    places = dict.fromkeys(names, "cpu") | {"model.layers.1": "disk"}
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        tmp_path / "whole", device_map=places, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts .*device_map.*load_quantized"):
+        opt.integrations.attach_lora(model, 3, 7, **parts)
+    assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

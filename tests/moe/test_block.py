@@ -228,6 +228,10 @@ def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
         (lambda m, x: m.group_top_k(x, 2, correction_bias=x[0, :3]), r"correction_.* be \(8,\)"),
         (lambda m, x: m.RouterRule("topk", 2), "score='topk' is unknown"),
         (lambda m, x: m.RouterRule("softmax", 0), "top_k must be at least 1, got 0"),
+        (
+            lambda m, x: m.RouterRule("sigmoid", 2, routed_scaling_factor=float("nan")),
+            "routed_scaling_factor must be finite, got nan",
+        ),
     ],
 )
 def test_wrong_arguments(moe, call, message):

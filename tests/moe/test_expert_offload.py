@@ -195,7 +195,27 @@ def test_the_model_can_be_moved_around_it(opt, device, model):
     assert model.layers[0].gate_up_proj.device.type == torch.device(device).type
 
 
+def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, model):
+    """Which slot holds a layer changes from call to call, and no trace may depend on it."""
+    from torch._dynamo.utils import counters
+
+    x = batch(device)
+    expected = step(model, x)
+    offload = opt.moe.ExpertOffload(model)
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    counters.clear()
+    for _ in range(3):
+        before = offload.transfers
+        assert_equal(step(model, x), expected)
+        assert offload.transfers > before
+    assert "RLock" not in str(counters["graph_break"])
+
+
 def test_errors_say_what_to_do(opt, device, model):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        opt.moe.ExpertOffload("Qwen/Qwen3-30B-A3B")
     with pytest.raises(ValueError, match="no QuantizedExperts to offload; load it with"):
         opt.moe.ExpertOffload(nn.Linear(2, 2))
     meta = nn.Sequential(opt.moe.QuantizedExperts((2, 4, 64), device="meta"))

@@ -205,6 +205,9 @@ def test_a_refused_alpha_leaves_no_factors(moe, alpha):
     before = sorted(experts.state_dict())
     with pytest.raises(TypeError, match="alpha must be a number, got"):
         experts.add_adapter("one", r=2, alpha=alpha)
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"alpha must be finite, got {number}"):
+            experts.add_adapter("one", r=2, alpha=number)
     assert sorted(experts.state_dict()) == before
 
 
@@ -221,6 +224,7 @@ def wrong_experts(**changes):
         (wrong_experts(lora=torch.zeros(2)), TypeError, "lora must be an ExpertsLora, got Tensor"),
         (wrong_experts(layout="silu"), TypeError, "layout must be an ExpertsLayout, got str"),
         (wrong_experts(down=torch.zeros(0)), ValueError, r"down must be a stack .* got shape \(0,"),
+        (wrong_experts(gate_up=None), TypeError, "gate_up must be a stack .* got NoneType"),
         (wrong_experts(top_k_index=[[0]]), TypeError, "top_k_index must be a dense tensor"),
         (lambda m: m.Experts(3, 4, 5, layout=3), TypeError, "layout must be an ExpertsLayout"),
     ],

@@ -50,8 +50,10 @@ def experts_forward(
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if len(weight.shape) != 3:
-            raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(weight.shape)}")
+        if (shape := getattr(weight, "shape", None)) is None:
+            raise TypeError(f"{name} must be a stack of experts, got {type(weight).__name__}")
+        if len(shape) != 3:
+            raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(shape)}")
     check_dense("hidden_states", hidden_states)
     _check_widths(hidden_states, gate_up, down, layout)
     tensors = (hidden_states, top_k_index, top_k_weights)

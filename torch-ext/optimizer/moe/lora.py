@@ -186,9 +186,12 @@ def checked_alpha(alpha: Any) -> float:
 
     Raises:
         TypeError: alpha is none.
+        ValueError: it is infinite or NaN.
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise TypeError(f"alpha must be a number, got {alpha!r}")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha must be finite, got {alpha!r}")
     return alpha
 
 
@@ -260,8 +263,9 @@ class LoraProjection(nn.Module):
             lora_bias: must be False: PEFT has none for stacks of experts.
 
         Raises:
-            ValueError: an option that is not supported, a name in use, a rank below 1, a dtype
-                that cannot train.
+            TypeError: an option or alpha of a wrong kind.
+            ValueError: an option that is not supported, a name in use, a rank below 1, an alpha
+                that is not finite, a dtype that cannot train.
         """
         self.check_adapter(
             name, r, dtype=dtype, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias

@@ -14,6 +14,7 @@ T tokens (any leading shape), E experts, k experts per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -246,6 +247,8 @@ def _check_count(name: str, value: object) -> None:
 def _check_factor(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"routed_scaling_factor must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"routed_scaling_factor must be finite, got {value!r}")
 
 
 def _keep_groups(choice: Tensor, n_group: int, topk_group: int) -> Tensor:

@@ -114,7 +114,7 @@ def attach_lora(
         ValueError: no experts, an unknown target, a name in use, an option that experts do not
             support, ranks that share the model out, a dtype that cannot train, or stacks that
             cannot be quantised here; nothing has changed then.
-        TypeError: peft_config is no LoraConfig; nothing has changed then.
+        TypeError: peft_config is no LoraConfig, or model no module; nothing has changed then.
         ImportError: transformers is not installed, or PEFT where it is needed.
     """
     if quantize is not None:
@@ -220,6 +220,11 @@ def check_attachable(model: nn.Module) -> None:
     for name, experts in experts_modules(model):
         if getattr(experts, "_is_expert_parallel", False):
             raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        if hasattr(experts, "_hf_hook") and any(p.is_meta for p in experts.parameters()):
+            raise ValueError(
+                f"{name} is kept off the device by its device_map, and LoRA would be too; load the "
+                "model where it fits, or its experts in 4 bits with load_quantized"
+            )
         split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
         if split or getattr(experts, "_hf_tp_plan", None) is not None:
             raise ValueError(

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from ...moe.layout import module_layout
-from ...moe.quantized.expert_weights import Format, as_quantized, expert_weight, format_of
+from ...moe.quantized.expert_weights import (
+    Format,
+    as_quantized,
+    check_module,
+    expert_weight,
+    format_of,
+)
 from ...moe.quantized.quantized_experts import QuantizedExperts
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
@@ -34,7 +40,8 @@ def is_ours(experts: nn.Module) -> bool:
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every experts module with its name, in the model's order."""
+    """Every experts module with its name, in the model's order; TypeError for what is no model."""
+    check_module(model)
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expert_weights import QuantizedWeight
+from .expert_weights import QuantizedWeight, check_module
 from .quantized_experts import QuantizedExperts
 
 ALIGNMENT = 256  # of the tensors in a slot, in bytes
@@ -122,12 +122,14 @@ class ExpertOffload:
         waits: how many of them were not there when they were needed.
 
     Raises:
+        TypeError: model is no module.
         ValueError: the model has no `QuantizedExperts`, or they are offloaded already, or they lie
             on several devices, on the meta device, or, without `device`, in host memory beside a
             GPU.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
+        check_module(model)
         layers: dict[str, _Layer] = {}
         for name, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
@@ -241,11 +243,13 @@ class ExpertOffload:
         for layer in self._layers:
             layer.host = None
 
+    @torch.compiler.disable  # which slot holds a layer changes: no graph may be told of one
     def record(self, module: QuantizedExperts, host: QuantizedWeight) -> OffloadedWeight:
         """What `module.quantized_weight()` gives while it is on."""
         fields = {f.name: getattr(host, f.name) for f in dataclasses.fields(QuantizedWeight)}
         return OffloadedWeight(**fields, module=module)
 
+    @torch.compiler.disable
     def fetch(self, module: QuantizedExperts) -> QuantizedWeight:
         """The stack on the device, for what the caller launches next on the current stream."""
         index, number = self._where[module]

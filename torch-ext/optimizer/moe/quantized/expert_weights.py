@@ -31,6 +31,15 @@ def _report(reason: str) -> None:
     dispatch.say_once("packed experts are decoded to memory, not inside the product: %s", reason)
 
 
+def check_module(model: Any) -> None:
+    """Raise TypeError for a model that is none, such as its name."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {kind}; load it with from_pretrained"
+        )
+
+
 def check_strategy(strategy: str, name: str = "strategy") -> None:
     """Raise ValueError unless the argument of that name is one of STRATEGIES."""
     if strategy == "resident":
