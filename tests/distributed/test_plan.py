@@ -52,11 +52,6 @@ def test_longest_first_beats_turns(ownership) -> None:
     assert max(loads(costs, turns, 2)) == 32.0
 
 
-def test_equal_work_goes_to_all_ranks_equally(ownership) -> None:
-    owners = ownership.assign([5.0] * 12, [tuple(range(4))] * 12, 4)
-    assert loads([1.0] * 12, owners, 4) == [3.0] * 4
-
-
 def test_restricted_work_stays_and_the_rest_makes_up_for_it(ownership) -> None:
     costs = [4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
     owners = ownership.assign(costs, [(0,), (1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (1,)], 3)

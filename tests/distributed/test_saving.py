@@ -78,33 +78,6 @@ def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(ranks, tmp_path) 
     ranks(2).run(save_replicas, tmp_path / "saved")
 
 
-def save_after_a_failure(opt: Any, folder: Path) -> None:
-    folder = folder / str(distributed.get_rank())
-    optimizer, params = sharing(opt, "replicated")
-    opt.save_optimizer(optimizer, folder)
-    kept = (folder / "optimizer.safetensors").read_bytes()
-    give(params, gradients(params, 0))
-    with pytest.MonkeyPatch.context() as patch:
-
-        def fail(*arguments: Any, **options: Any) -> None:
-            raise torch.OutOfMemoryError("no room")
-
-        patch.setattr(module_of(opt, "optimizers.step"), "run_pipeline", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-    for saver in (opt.save_optimizer, opt.save_optimizer_async):
-        with pytest.raises(RuntimeError, match="an earlier step failed midway"):
-            saver(optimizer, folder)
-    assert (folder / "optimizer.safetensors").read_bytes() == kept
-    opt.load_optimizer(optimizer, folder)
-    opt.save_optimizer(optimizer, folder)
-
-
-def test_saving_after_a_failed_step_keeps_the_last_good_checkpoint(ranks, tmp_path) -> None:
-    """`except: save_optimizer(...)` must not replace it by half a step."""
-    ranks(2).run(save_after_a_failure, tmp_path)
-
-
 class OnItsWay:
     """An answer that comes later, as on a GPU."""
 

@@ -323,21 +323,6 @@ def test_gradients_of_zeros_are_no_sign_of_a_reduction(ranks) -> None:
     assert all(same_everywhere(ranks(2).run(steps_of_zeros)))
 
 
-def disagree(opt) -> str:
-    params = parameters()
-    optimizer = opt.DistMuonAdamW(groups(params))
-    for index, param in enumerate(params):
-        param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
-    if distributed.get_rank() == 0:
-        params[2].grad = params[7].grad = None
-    return outcome(optimizer, params)[0]
-
-
-def test_differing_gradients_are_an_error(ranks) -> None:
-    message = same_everywhere(ranks(2).run(disagree))
-    assert "group 2, parameter 0; group 0, parameter 2" in message
-
-
 def resumed(opt) -> None:
     world = distributed.get_world_size()
     params = parameters()

@@ -284,14 +284,12 @@ def by_input():
 class LeastSquares:
     """torch's problem for these tests: |W x + b|^2 of a (10, 5) weight and a bias, seeded."""
 
-    def __init__(self, device, dtype=torch.float32, *, contiguous: bool = True, seed: int = 0):
+    def __init__(self, device, dtype=torch.float32, *, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
 
         def tensor(*shape: int) -> Tensor:
-            shape = shape if contiguous else (*shape, 2)
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
-            value = value.to(device=device, dtype=dtype)
-            return value if contiguous else value[..., 0]
+            return value.to(device=device, dtype=dtype)
 
         self.weight, self.bias = nn.Parameter(tensor(10, 5)), nn.Parameter(tensor(10))
         self.input = tensor(5)

@@ -18,16 +18,6 @@ from ._steps import both, marked, new_gradients, parameters, values
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 
 
-@CLASSES
-def test_momentum_can_be_scheduled(opt, device, name) -> None:
-    params = parameters([(6, 4), (6, 4)], device=device)
-    optimizer = both(opt, params)[name]()
-    optimizer.param_groups[0]["momentum"] = 0.0
-    grad = params[0].grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(optimizer.state[params[0]]["momentum_buffer"], grad)
-
-
 class NoHostReads(TorchDispatchMode):
     """Raises where a tensor's value is read on the host, which on a GPU waits for the device."""
 

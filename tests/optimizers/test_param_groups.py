@@ -172,15 +172,6 @@ def test_a_declared_head_is_a_head(opt) -> None:
     assert split(opt, model) == ({"hidden.weight"}, {"to_words.weight"})
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod", "module", "_checkpoint_wrapped_module"])
-def test_wrappers_do_not_change_the_split(opt, wrapper) -> None:
-    """torch.compile, DistributedDataParallel and checkpointing put these before the names."""
-    model = TinyTransformer()
-    plain = split(opt, model)
-    wrapped = split(opt, nn.ModuleDict({wrapper: model}))
-    assert wrapped == tuple({f"{wrapper}.{name}" for name in names} for names in plain)
-
-
 def test_frozen_parameters_are_left_out(opt) -> None:
     model = TinyTransformer()
     model.embed_tokens.requires_grad_(False)

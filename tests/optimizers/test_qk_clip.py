@@ -323,17 +323,6 @@ def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, ki
         assert_same_bits(local, whole.detach()[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_kept_residual_is_scaled_with_its_parameter(opt, submodule, device, dtype) -> None:
-    """Parameter and residual together are the float32 value, before and after."""
-    rounding = submodule("reference.rounding")
-    exact = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(device)
-    param, residual = rounding.split(exact, dtype)
-    scale = torch.tensor([1.0, 0.5, 0.3, 1.0, 0.999, 1e-3], device=device)
-    submodule("optimizers.stages.qk_clip").scale_rows(param, scale, residual)
-    assert_error_at_most(rounding.join(param, residual), exact * scale[:, None], 2.0**-24)
-
-
 @CLASSES
 @pytest.mark.gpu
 def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:

@@ -28,7 +28,7 @@ from ._infos import (
     refused_inputs,
     torch_error_inputs,
 )
-from ._steps import new_gradients, nothing_written, parameters, train, values
+from ._steps import new_gradients, parameters, train, values
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
@@ -76,18 +76,6 @@ def test_options_of_torchs_implementations_are_refused_not_ignored(opt, device, 
     for flag in TORCH_ONLY:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
             make(opt, name, LeastSquares(device).params, **{flag: True})
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-@by_input()
-def test_goes_in_the_right_direction(opt, device, name, entry, contiguous) -> None:
-    problem = LeastSquares(device, contiguous=contiguous)
-    optimizer = make(opt, name, problem.params, **entry.kwargs)
-    first = problem.loss().item()
-    assert str(optimizer).startswith(f"{name} (\nParameter Group 0\n")
-    for _ in range(10):
-        loss = optimizer.step(problem.loss)
-    assert problem.loss().item() < loss.item() < first
 
 
 @pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
@@ -141,34 +129,6 @@ def test_mixed_devices_and_dtypes(opt, device, name) -> None:
     for twin in twins:
         make(opt, name, [twin], lr=0.02, none_grad=False).step()
     assert_all_same_bits(params, twins)
-
-
-@by_input()
-def test_a_step_without_gradients_is_none(opt, device, name, entry) -> None:
-    params = parameters([(10, 5), (10,)], device=device)
-    optimizer = make(opt, name, params, **entry.kwargs)
-    train(optimizer, params, 1)
-    with nothing_written(optimizer):
-        optimizer.zero_grad()
-        assert optimizer.step() is None
-
-
-@pytest.mark.parametrize("still", ["zero gradients", "zero rate"])
-@by_input()
-def test_a_step_that_moves_nothing(opt, device, name, entry, still) -> None:
-    """Zero gradients without decay, or a zero rate with it, leave every bit of the parameters."""
-    options = dict(entry.kwargs)
-    options |= {"weight_decay": 0.0} if still == "zero gradients" else {"lr": 0.0}
-    params = parameters([(10, 5), (10,)], device=device)
-    optimizer = make(opt, name, params, **options)
-    before = values(params)
-    for seed in range(2):
-        new_gradients(params, seed=seed)
-        if still == "zero gradients":
-            for param in params:
-                param.grad.zero_()
-        optimizer.step()
-    assert_all_same_bits(params, before)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "expanded", "offset"])

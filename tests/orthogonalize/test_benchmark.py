@@ -40,21 +40,6 @@ def test_the_baseline_is_five_steps_in_bfloat16(opt, entry, reference) -> None:
         assert relative_error(wide, reference.newton_schulz(x, rows, 1.02)) < 0.08
 
 
-def test_heavy_tails_are_what_they_are_called(entry) -> None:
-    """Unit columns: ||x||_F^2 near pi^2 / 6, a largest value near 1, in any orientation."""
-    for m, n in ((128, 128), (64, 256), (256, 64)):
-        problem = entry.Problem(2, m, n, "heavy")
-        x = entry.made(problem, torch.Generator().manual_seed(0), "cpu")
-        assert x.shape == (2, m, n) and x.dtype == torch.float32
-        for one in x:
-            assert one.norm().square().item() == pytest.approx(torch.pi**2 / 6, rel=0.15)
-            assert torch.linalg.matrix_norm(one, 2).item() == pytest.approx(1, rel=0.15)
-    brain = entry.made(
-        entry.Problem(1, 8, 8, "heavy", "bfloat16"), torch.Generator().manual_seed(0), "cpu"
-    )
-    assert brain.dtype == torch.bfloat16
-
-
 def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
     """Of 1.1 U V^T 0.1; a tail down to 1e-7 of the norm is followed to its end."""
     known = [known_matrix(name, 48, 80) for name in ("log2", "log7")]
@@ -69,15 +54,6 @@ def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
         assert found.worst == pytest.approx(0.1 / least, rel=1e-5)
     with pytest.raises(RuntimeError, match="matrix 0 did not converge"):
         entry.distances(opt, torch.zeros(1, 4, 4), polar[:1], polar[:1])
-
-
-@pytest.mark.parametrize("shape", [(2, 96, 96), (1, 64, 256), (1, 130, 70)], ids=str)
-def test_auto_passes_the_gate_of_its_rows(opt, entry, shape) -> None:
-    x = entry.made(entry.Problem(*shape, "heavy"), torch.Generator().manual_seed(0), "cpu")
-    baseline = entry.polar_express_bf16(x)
-    found = entry.distances(opt, x, opt.orthogonalize(x), baseline)
-    assert found.worst <= 1.02
-    assert found.baseline < 1  # the baseline is close too: the factor is the right one
 
 
 def task_of(entry, built, name: str):
@@ -162,31 +138,6 @@ def test_every_path_passes_the_gate(opt, entry, paths, path) -> None:
             assert found.worst <= 1.02
             half = opt.orthogonalize(g, dtype=torch.float16)
             assert entry.distances(opt, g, half, half).worst <= 1.05
-
-
-def test_a_name_that_the_package_lacks_is_said(opt, paths) -> None:
-    with pytest.raises(ValueError, match=r"has no orthogonalize.products.nothing; mend"):
-        paths._replaced(opt, "orthogonalize.products.nothing", max)
-
-
-def test_two_readings_do_not_fill_up(opt, paths) -> None:
-    batch = module_of(opt, "orthogonalize.slices")
-    shape = batch.Slice(1, 8, 16)
-    x = torch.randn(1, 8, 16)
-    with paths.forced(opt, paths.TWO_READING):
-        assert batch.normalized([x], shape, torch.float32, 2.0).norm().item() == pytest.approx(0.5)
-        with pytest.raises(ValueError, match="filled up to"):
-            batch.normalized([x[:, :7]], shape, torch.float32, 2.0)
-
-
-def test_paths_of_the_listed_shapes(entry) -> None:
-    """Products by halves where capability 8.0 takes them, square_chain where Hopper does."""
-    found = {problem.case: problem.paths for problem in entry.listed()}
-    assert found["1x4096x14336/heavy"] == ("torch", "two-reading", "mma.sync")
-    assert found["24x1024x4096/heavy"] == ("torch", "two-reading", "product-wise")
-    assert found["1x2048x2048/heavy"] == ("torch", "two-reading")
-    assert found["1x2048x2048/heavy/bfloat16"] == ()
-    assert not any(problem.paths for problem in entry.random_problems(7))
 
 
 def test_forced_rows_and_what_they_say(entry, built, monkeypatch) -> None:

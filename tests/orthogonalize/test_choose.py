@@ -270,14 +270,6 @@ def test_floors_are_those_of_the_result_file(choose) -> None:
     assert choose.floor_ms(1, 10**6) == pytest.approx(6e6 / 4.3e12 * 1e3)  # bytes, not operations
 
 
-def test_depends_on_nothing_but_its_arguments(choose, as_on_an_h200, monkeypatch) -> None:
-    names = list(inspect.signature(choose.predicted_ms).parameters)
-    assert names[:5] == ["m", "n", "batch", "dtype", "device"]
-    first = choose.predicted_ms(768, 3072, 24, SINGLE, "cuda:0")
-    assert choose.predicted_ms(768, 3072, 24, SINGLE, "cuda:7") == first
-    assert choose.predicted_ms(3072, 768, 24, SINGLE, "cuda") == first
-
-
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_grows_with_the_work(choose, as_on_an_h200, kind) -> None:
     ms = lambda *shape: choose.predicted_ms(*shape, SINGLE, kind)  # noqa: E731

@@ -275,18 +275,6 @@ def test_search_is_exhaustive(restarts, tables, table) -> None:
     assert every[restarts.restart_positions(rows, HALF, 2)] == min(every.values())
 
 
-def test_long_schedules_are_quick(restarts, opt) -> None:
-    positions = restarts.restart_positions(opt.polar_express_coefficients(30), HALF)
-    assert 1 <= len(positions) <= 4
-
-
-def test_computed_once_per_table(restarts, tables) -> None:
-    first = restarts.restart_positions(tables["you"], HALF)
-    hits = restarts.restart_positions.cache_info().hits
-    assert restarts.restart_positions(tables["you"], HALF) is first
-    assert restarts.restart_positions.cache_info().hits == hits + 1
-
-
 @pytest.mark.parametrize("count", [-1, 5, 1.0, True])
 def test_bad_count(restarts, tables, count) -> None:
     with pytest.raises(ValueError, match=f"restarts={count!r}"):

@@ -430,15 +430,6 @@ def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> N
     assert 0 < largest.elements <= 4 * 16 * 24
 
 
-def test_taken_cuts_where_a_slice_is_full(batch) -> None:
-    x = torch.arange(7.0).view(7, 1, 1).expand(7, 2, 3)
-    pieces = [[len(view) for view in taken] for taken in batch._taken(x, 3)]
-    assert pieces == [[3], [3], [1]]
-    y = torch.zeros(3, 2, 2, 3).transpose(0, 1)  # (2, 3, 2, 3), no single stride
-    pieces = [[len(view) for view in taken] for taken in batch._taken(y, 4)]
-    assert pieces == [[3, 1], [2]]
-
-
 def test_the_start_ends_when_the_iteration_lets_it_go(batch, device) -> None:
     """A reference more would keep the start of every slice beside its successors."""
     seen = []

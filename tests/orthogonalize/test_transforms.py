@@ -171,16 +171,6 @@ def test_vmap(opt, device, method, in_dim) -> None:
     assert_same_bits(twice, wanted[:, None])
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_vmap_of_a_named_method(opt, device, name) -> None:
-    x = torch.randn(3, 9, 5, device=device)
-    method = getattr(opt, name)
-    assert_same_bits(torch.vmap(method)(x), method(x))
-    assert_same_bits(
-        torch.vmap(lambda m: method(m, dtype=torch.float64))(x), method(x, dtype=torch.float64)
-    )
-
-
 def test_vmap_with_out(opt, device) -> None:
     """One `out` for each call is written; one for all of them, or x itself, is refused."""
     x, out = torch.randn(3, 5, 9, device=device), torch.empty(3, 5, 9, device=device)

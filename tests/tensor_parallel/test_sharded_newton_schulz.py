@@ -168,32 +168,3 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     for schedule, pieces in (("gram_ar", 4), ("rs_ag", 14)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
-
-
-def test_a_thread_that_fails_ends_the_others(by_threads, newton_schulz, monkeypatch) -> None:
-    real = newton_schulz.iterated
-
-    def iterated(x, m, method, steps, schedule, ranks):
-        if ranks.rank == 1:
-            raise ZeroDivisionError("on one rank")
-        return real(x, m, method, steps, schedule, ranks)
-
-    monkeypatch.setattr(newton_schulz, "iterated", iterated)
-    with pytest.raises(ZeroDivisionError, match="on one rank"):
-        by_threads(matrix(64, 64, torch.float32), 4)
-
-
-def test_a_product_that_did_not_fuse_is_no_wrong_result(harness) -> None:
-    entry = harness.tensor_parallel
-    row, line = entry.figure("c", None, "b", entry.FUSED_GOAL, "t", missing="NOT FUSED")
-    assert not row.ok and "NOT FUSED" in line and "WRONG" not in line
-
-
-@pytest.mark.parametrize("value", [0.2, 0.3, None])
-def test_figures_of_the_benchmark_can_stand_in_a_result_file(harness, value) -> None:
-    entry = harness.tensor_parallel
-    row, line = entry.figure(entry.SHARE, value, "the owner", entry.SHARE_GOAL, "none")
-    assert harness.is_well_formed([row])
-    assert row.ok is (value is not None) and row.value == value
-    said = {0.2: "met", 0.3: "MISSED", None: "WRONG RESULTS"}
-    assert said[value] in line
