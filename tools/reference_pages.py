@@ -109,7 +109,7 @@ PAGES = {
         "Tensor parallelism",
         "tensor_parallel",
         "all_gather_matmul matmul_reduce_scatter sharded_newton_schulz assert_async_tp_fused "
-        "comm_report CommRecord reset_comm_report",
+        "comm_report CommRecord reset_comm_report PipelinedAllGatherMatmul",
     ),
     "tensor-parallel-float8": page(
         "Tensor parallelism, operands in float8",

@@ -90,7 +90,7 @@ def _main(folder: str, rank: str, world: str, placement: str, repo_id: str) -> N
     opt = get_kernel(repo_id, version=1, backend="cuda", trust_remote_code=True)
     device = torch.device("cuda", index)
     results: dict[str, Any] = {}
-    for job in (_products, _compiled, _captured, _small, _newton_schulz):
+    for job in (_products, _compiled, _captured, _small, _newton_schulz, _pipelined):
         begun = time.monotonic()
         results[job.__name__] = _outcome(job, opt, device)
         print(job.__name__, f"{time.monotonic() - begun:.1f} s", flush=True)
@@ -231,6 +231,47 @@ def _newton_schulz(opt: Any, device: Any) -> dict[str, list[float]]:
                         ((a - b).norm() / b.norm()).item() for a, b in pairs
                     ]
     return found
+
+
+def _pipelined(opt: Any, device: Any) -> dict[str, Any]:
+    """Calls whose product is not exact, and what the last rank's absence gives."""
+    import torch
+    from torch import distributed
+
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    rows, inner, columns, half = 200, 512, 328, torch.bfloat16
+    product = opt.tensor_parallel.PipelinedAllGatherMatmul(
+        None, rows, inner, half, device, timeout_ms=3000, blocks=24
+    )
+
+    def part(call: int, of: int) -> torch.Tensor:
+        made = torch.Generator(device).manual_seed(1000 * call + of)
+        return torch.randint(-3, 4, (rows, inner), generator=made, device=device).to(half)
+
+    b = torch.randint(-3, 4, (columns, inner), device=device).to(half).T
+    outs, exact = [], []
+    for call in range(12):
+        whole = torch.cat([part(call, of) for of in range(world)]).double()
+        exact.append((whole @ b.double()).to(half))
+    torch.cuda.synchronize()
+    distributed.barrier()
+    for call in range(12):
+        outs.append(product(part(call, rank), b))
+        if (call + rank) % 5 == 0:
+            time.sleep(0.02)
+    product.check(wait=True)
+    wrong = [call for call in range(12) if not torch.equal(outs[call], exact[call])]
+    distributed.barrier()
+    late = "none"
+    if rank < world - 1:
+        product(part(12, rank), b)
+        try:
+            product.check(wait=True)
+        except RuntimeError as error:
+            late = str(error)
+    distributed.barrier()
+    product.close()
+    return {"wrong": wrong, "calls": product.calls, "late": late}
 
 
 if __name__ == "__main__":

@@ -85,3 +85,11 @@ def test_sharded_newton_schulz_is_as_good_as_the_owners(results) -> None:
             assert error <= 1.25 * owners_error + 1e-3, (case, error, owners_error)
             if case.startswith("gaussian"):
                 assert distance <= NEWTON_SCHULZ, (case, distance)
+
+
+def test_a_pipelined_product_is_exact_and_names_who_is_late(results) -> None:
+    *came, last = of_job(results, "_pipelined")
+    for found in came:
+        assert found["wrong"] == [] and found["calls"] == 13
+        assert f"rank {len(came)} of the group sent no rows within 3000 ms" in found["late"]
+    assert last == {"wrong": [], "calls": 12, "late": "none"}

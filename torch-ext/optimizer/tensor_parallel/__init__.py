@@ -5,6 +5,7 @@
 matmul        the two halves and their scaled forms, differentiable, for any dimension
 ops           the same on matrices, as registered operations, fused or plain
 fused         torch's pipelined products over symmetric memory, and when they serve
+pipelined     a product that begins before the rows of other ranks are there
 products      float8 operands, their scales and their product
 collectives   the plain collectives
 report        which path each call took and why; the error of `strict`
@@ -20,11 +21,13 @@ from .matmul import (
     scaled_matmul_reduce_scatter,
 )
 from .newton_schulz import sharded_newton_schulz
+from .pipelined import PipelinedAllGatherMatmul
 from .products import scaled_matmul
 from .report import CommRecord, comm_report, reset_comm_report
 
 __all__ = [
     "CommRecord",
+    "PipelinedAllGatherMatmul",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "assert_async_tp_fused",

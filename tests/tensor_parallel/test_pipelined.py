@@ -1,0 +1,152 @@
+"""The pipelined all-gather without a GPU: its buffers and words among threads of one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from ..conftest import module_fixture
+
+pipelined = module_fixture("tensor_parallel.pipelined")
+arenas = module_fixture("distributed.symmetric.arena")
+
+ROWS, INNER, COLUMNS = 3, 8, 5
+HALF = torch.bfloat16
+
+
+def feeders(pipelined, arenas, ranks: int, timeout_ms: int = 20_000) -> list[Any]:
+    """One per rank, on arenas that threads share."""
+    size = pipelined.slot_bytes(ranks, ROWS, INNER)
+    whole = arenas.arena_bytes(ranks, pipelined.BUFFERS, size)
+    memories = [torch.zeros(whole, dtype=torch.uint8) for _ in range(ranks)]
+    made = [
+        arenas.Arena(rank, memories, pipelined.BUFFERS, size, timeout_ms) for rank in range(ranks)
+    ]
+    with ThreadPoolExecutor(ranks) as pool:
+        assert [*pool.map(lambda arena: arena.handshake(b"gathered"), made)] == [None] * ranks
+    return [pipelined.PipelinedAllGatherMatmul.over(arena, ROWS, INNER, HALF) for arena in made]
+
+
+def part(call: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randint(-3, 4, (ROWS, INNER), generator=generator).to(HALF)
+
+
+B = torch.randint(-3, 4, (INNER, COLUMNS), generator=torch.Generator().manual_seed(0)).to(HALF)
+
+
+def wrong_calls(made: list[Any], calls: int, pause=lambda rank: None) -> list[tuple[int, int]]:
+    """(rank, call) of every product that is not the one of the gathered rows."""
+    wrong = []
+
+    def run(one: Any) -> None:
+        for call in range(calls):
+            pause(one.rank)
+            exact = torch.cat([part(call, rank) for rank in range(len(made))]) @ B
+            if not torch.equal(one(part(call, one.rank), B), exact):
+                wrong.append((one.rank, call))
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        list(pool.map(run, made))
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+def test_every_call_has_the_rows_of_all_ranks(pipelined, arenas, ranks):
+    made = feeders(pipelined, arenas, ranks)
+    dice = random.Random(ranks)
+    assert not wrong_calls(made, 40, lambda _: time.sleep(dice.choice((0, 0, 0.002))))
+    for one in made:
+        assert one.calls == 40 and one._words.tolist() == [40] * ranks
+        one.check(wait=True)
+        one.close()
+
+
+@pytest.mark.parametrize(("buffers", "right"), ((2, True), (1, False)))
+def test_two_buffers_are_what_a_slow_reader_needs(pipelined, arenas, monkeypatch, buffers, right):
+    """With one, a fast rank overwrites what a slow one has waited for and not yet read."""
+    monkeypatch.setattr(pipelined, "BUFFERS", buffers)
+    product = pipelined.progress_matmul
+
+    def slow(a, b, words, rank, *, epoch, timeout_ms, status, blocks):
+        pipelined.wait_signals(words, epoch, timeout_ms, status)
+        time.sleep(0.02 * (rank == 1))
+        return product(a, b, words, rank, epoch=epoch, status=status)
+
+    monkeypatch.setattr(pipelined, "progress_matmul", slow)
+    wrong = wrong_calls(feeders(pipelined, arenas, 2), 10)
+    assert (not wrong) == right and all(rank == 1 for rank, _ in wrong)
+
+
+def test_words_begin_again_at_zero(pipelined, arenas):
+    made = feeders(pipelined, arenas, 2)
+    for one in made:
+        one.calls = 2**32 - 3
+        for words in (one._words, one._sent):
+            words.view(torch.int32).fill_(-3)
+    assert not wrong_calls(made, 6)
+    assert made[0]._words.tolist() == [3, 3]
+
+
+def test_a_rank_that_does_not_come_is_named_and_nobody_goes_on(pipelined, arenas):
+    made = feeders(pipelined, arenas, 3, timeout_ms=300)
+    assert not wrong_calls(made, 2)
+    began = time.monotonic()
+    came = [threading.Thread(target=one, args=(part(2, one.rank), B)) for one in made[:2]]
+    for thread in came:
+        thread.start()
+    for thread in came:
+        thread.join()
+    assert time.monotonic() - began < 5
+    for one in made[:2]:
+        for call in (one.check, lambda one=one: one(part(3, one.rank), B)):
+            with pytest.raises(RuntimeError, match="rank 2 of the group sent no rows within 300"):
+                call()
+    # The rank that comes late has the rows of the others for that call, and for no later one.
+    made[2](part(2, 2), B)
+    made[2].check()
+    made[2](part(3, 2), B)
+    with pytest.raises(RuntimeError, match="rank 0 of the group sent no rows"):
+        made[2].check()
+
+
+def test_a_rank_that_failed_sends_no_word(pipelined, arenas):
+    """Its host may not know yet, and what it computed from may be worthless."""
+    first, second = feeders(pipelined, arenas, 2, timeout_ms=100)
+    first(part(0, 0), B)
+    first.check = lambda: None
+    first(part(1, 0), B)
+    assert second._words.tolist() == [1, 0]
+
+
+WRONG = {
+    "a_shard must be \\(rows, inner\\)": {"a_shard": torch.zeros(ROWS + 1, INNER, dtype=HALF)},
+    "a_shard must be contiguous": {"a_shard": torch.zeros(INNER, ROWS, dtype=HALF).mT},
+    "a_shard must have dtype bfloat16": {"a_shard": torch.zeros(ROWS, INNER)},
+    "b must be \\(inner, N\\)": {"b": torch.zeros(INNER + 1, COLUMNS, dtype=HALF)},
+    "b must have 2 dimensions": {"b": torch.zeros(INNER, dtype=HALF)},
+    "b must be on the device": {"b": torch.zeros(INNER, COLUMNS, dtype=HALF, device="meta")},
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_refusals_send_nothing(pipelined, arenas, why):
+    one, other = feeders(pipelined, arenas, 2)
+    arguments = {"a_shard": part(0, 0), "b": B} | WRONG[why]
+    with pytest.raises((TypeError, ValueError), match=why):
+        one(**arguments)
+    assert one.calls == 0 and other._words.tolist() == [0, 0]
+
+
+def test_sizes_and_dtypes_are_checked_before_any_rank_is_asked(pipelined):
+    make = pipelined.PipelinedAllGatherMatmul
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        make(None, 4, 8, torch.float32, "cuda")
+    with pytest.raises(ValueError, match="rows and inner must be positive"):
+        make(None, 0, 8, HALF, "cuda")
