@@ -161,7 +161,7 @@ def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_pa
     names = ("layers.0.a.wq.weight", "layers.0.a.wk.weight")
     optimizer = opt.Muon([*zip(names, params, strict=True)], clip_config=config)
     with monkeypatch.context() as patch:
-        fail_at(patch, submodule("optimizers.stages.qk_clip"), "scale_rows", 2, KeyboardInterrupt())
+        fail_at(patch, submodule("optimizers.qk_clip"), "scale_rows", 2, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
     with pytest.raises(RuntimeError, match=MIDWAY):

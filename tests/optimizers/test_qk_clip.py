@@ -188,7 +188,7 @@ def test_which_names_match(opt, submodule, name) -> None:
     """The last component but one is the kind, the last of digits alone the layer."""
     config = submodule("optimizers.groups.options").parse_clip_config(MHA)
     entries = [("here", nn.Parameter(torch.zeros(12, 4)), name)]
-    found = submodule("optimizers.stages.qk_clip").find_targets(config, entries)
+    found = submodule("optimizers.qk_clip").find_targets(config, entries)
     assert [target.layer for target in found] == [
         layer for layer in [NAMES[name]] if layer is not None
     ]
@@ -303,7 +303,7 @@ ROWS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, kind, dtype) -> None:
     """Uneven, empty and strided shards give the rows of the whole, bit for bit."""
-    clip = submodule("optimizers.stages.qk_clip")
+    clip = submodule("optimizers.qk_clip")
     config = submodule("optimizers.groups.options").parse_clip_config(GQA)
     ((_, whole), (_, key)) = layer({"wq": 6 * D, "wk": 2 * D}, device=device, dtype=dtype)
     logits = {0: torch.tensor([20.0, 5.0, 80.0, 9.0, 3.0, 11.0], device=device)}

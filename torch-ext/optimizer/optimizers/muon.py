@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .groups.default_groups import default_is_muon, get_default_muon_param_groups
-from .groups.options import POLAR_EXPRESS, LrRule
+from .groups.options import POLAR_EXPRESS, LrRule, MuonOptions, option_names
 from .groups.origins import refuses_foreign_arguments
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
@@ -17,6 +17,8 @@ from .sharded.shared_plan import Ranks
 from .step import MuonBase
 
 __all__ = ["Muon", "MuonFactory", "default_is_muon", "get_default_muon_param_groups"]
+
+_OF_ADAMW = ("adamw_lr", "adamw_betas", "adamw_eps")
 
 
 class Muon(MuonBase):
@@ -150,42 +152,14 @@ class Muon(MuonBase):
         use_distributed_muon: bool = False,
         **removed: Any,
     ) -> None:
+        given = locals()
+        defaults = {option: given[option] for option in (*option_names(MuonOptions), *_OF_ADAMW)}
         if use_distributed_muon:
             raise ValueError(
                 "use_distributed_muon=True is Motif's, for tests; leave it out: ranks share the "
                 "work of DTensors and of a process_group without it"
             )
         config = config_of(distributed, removed, warmup_step=warmup_step, chunk_size=chunk_size)
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "adamw_lr": adamw_lr,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "expert_keys": expert_keys,
-            "none_grad": none_grad,
-            "method": method,
-            "dtype": dtype,
-            "split_sizes": split_sizes,
-            "num_heads": num_heads,
-            "transposed": transposed,
-            "flatten": flatten,
-            "cautious": cautious,
-            "beta2": beta2,
-            "row_equilibration": row_equilibration,
-            "renormalize": renormalize,
-            "momentum_form": momentum_form,
-            "momentum_dtype": momentum_dtype,
-            "shaped_decay": shaped_decay,
-            "rounding": rounding,
-            "rounding_seed": rounding_seed,
-        }
         super().__init__(
             _as_groups(params),
             defaults,

@@ -29,19 +29,27 @@ from .groups.options import (
     rows_for,
 )
 from .groups.parameters import is_dtensor, label, local
-from .plan import Chunk, GroupTensors, Plan, plan_chunks, same_objects
+from .plan import Chunk, GroupTensors, OnDevice, Plan, plan_chunks, same_objects
+from .qk_clip import Target, check_logits, clip, find_targets, largest_logits, plan_batches
 from .report import StepTimer, Timed, report, stage, untimed
 from .sharded.chunks import Bands, SharedChunk, SliceChunk
 from .sharded.exchange import Exchange
 from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
 from .sharded.shared_plan import Ranks, Shared, check_statistics, in_turn, rates_of
-from .stages.adamw import adamw
-from .stages.muon import Rate, momentum, rate_of, update
-from .stages.qk_clip import Target, check_logits, clip, find_targets, largest_logits, plan_batches
+from .stages import Rate, adamw, momentum, rate_of, update
 from .state.in_host_memory import InHostMemory, OffloadingOptimizer
-from .state.on_device import OnDevice
-from .state.rounding_state import RESIDUAL, check_unreduced, count_step, rounding_of
-from .state.slots import STATISTICS, Slot, layout_of, rows_here, sharded_dims, slots_of
+from .state.slots import (
+    RESIDUAL,
+    STATISTICS,
+    Slot,
+    check_unreduced,
+    count_step,
+    layout_of,
+    rounding_of,
+    rows_here,
+    sharded_dims,
+    slots_of,
+)
 
 logger = logging.getLogger(__name__)
 

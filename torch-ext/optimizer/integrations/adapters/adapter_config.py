@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...optimizers.groups.names import components
+from ...optimizers.groups.parameters import components
 from ..models.experts import experts_modules, parameter_names
 
 LARGEST = 65_536  # rank: more than any width that it could stand for

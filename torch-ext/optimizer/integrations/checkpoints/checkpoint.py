@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.names import components
-from ...optimizers.groups.parameters import local
+from ...optimizers.groups.parameters import components, local
 from ...optimizers.step import MuonBase
 from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...optimizers.groups.default_groups import ADAMW, MUON
-from ...optimizers.groups.names import components
 from ...optimizers.groups.param_groups import SCHEDULER_KEYS
+from ...optimizers.groups.parameters import components
 from ...optimizers.step import MuonBase
 from .checkpoint import check_class
 

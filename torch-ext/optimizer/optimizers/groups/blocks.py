@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .names import has_component
 from .options import AdamWOptions, MuonOptions, by_name
+from .parameters import has_component
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ...dispatch import say_once
 from .default_groups import ADAMW, EXPERTS, MUON, default_is_muon
-from .names import has_component
 from .options import AdamWOptions, MuonOptions, option_names, tidy
 from .origins import check_other_key, keller_jordans
-from .parameters import check_parameter, label
+from .parameters import check_parameter, has_component, label
 
 OPTIONS = {MUON: MuonOptions, ADAMW: AdamWOptions}
 # What torch's schedulers write into groups, and ask for when they resume.

@@ -1,4 +1,4 @@
-"""What a parameter and its gradient must be, and the tensor of this process behind each of them."""
+"""What a parameter and its gradient must be, what is here of them, and the parts of names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .options import FLOATING
 
 # What DTensor.to_local returns where no graph is built, without 5 us of Python for each.
 _kept = operator.attrgetter("_local_tensor")
+# Components that wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -118,3 +120,18 @@ def check_gradient(param: Tensor, where: str) -> None:
 
 def _placing(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else "a plain tensor"
+
+
+def components(name: str) -> list[str]:
+    """The parts of a qualified name without those that wrappers add."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if parts[0] == "module" and len(parts) > 1:  # DistributedDataParallel
+        del parts[0]
+    return parts
+
+
+def has_component(name: str, key: str) -> bool:
+    """Whether `key` occurs in `name` as whole components; `shared_experts.w1` has no `experts`."""
+    parts, wanted = components(name), key.split(".")
+    last = len(parts) - len(wanted)
+    return any(parts[i : i + len(wanted)] == wanted for i in range(last + 1))

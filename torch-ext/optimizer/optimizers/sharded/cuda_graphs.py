@@ -23,8 +23,8 @@ from ...distributed import Message
 from .buffers import Block, Staging, lasting
 
 if TYPE_CHECKING:
+    from ..plan import OnDevice
     from ..state.in_host_memory import InHostMemory
-    from ..state.on_device import OnDevice
     from .chunks import SharedChunk, SmallChunk
     from .reduce_scatter import Contributions
 

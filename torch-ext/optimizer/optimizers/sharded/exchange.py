@@ -23,10 +23,9 @@ from ...kernels.step.tensor_lists import written
 from ..groups.blocks import kept_shape
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
-from ..stages.muon import Rate, apply_at_rate, even_out
-from ..state.on_device import OnDevice
-from ..state.rounding_state import RESIDUAL
-from ..state.slots import STATISTICS
+from ..plan import OnDevice
+from ..stages import Rate, apply_at_rate, even_out
+from ..state.slots import RESIDUAL, STATISTICS
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk
 from .cuda_graphs import (

@@ -41,14 +41,12 @@ from ...distributed import (
 )
 from ...orthogonalize.choose import choose, predicted_ms
 from ..groups.blocks import Blocks, Piece
-from ..groups.names import has_component
 from ..groups.options import AdamWOptions, MuonOptions
-from ..groups.parameters import is_dtensor
-from ..stages.muon import Rate, rate_of
+from ..groups.parameters import has_component, is_dtensor
+from ..plan import OnDevice
+from ..stages import Rate, rate_of
 from ..state.in_host_memory import InHostMemory
-from ..state.on_device import OnDevice
-from ..state.rounding_state import check_rounding
-from ..state.slots import Slot
+from ..state.slots import Slot, check_rounding
 from .buffers import DistributedConfig, Staging
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, chunk_of, parts_of
 from .consistency import Common, Consistency, check_not_captured, compare_replicas

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from ..base import GroupedOptimizer
 from ..groups.parameters import local
-from ..plan import BATCH_BYTES, Chunk, Member
+from ..plan import BATCH_BYTES, AdamWWork, Chunk, Member, State
 from ..sharded.chunks import Held, SharedChunk
-from .on_device import AdamWWork, State
-from .rounding_state import RESIDUAL
-from .slots import host_zeros, travels
+from .slots import RESIDUAL, host_zeros, travels
 
 SLOTS = 3  # one arriving, one in use, one leaving
 ALIGNMENT = 256  # of the pieces in a slot, in bytes

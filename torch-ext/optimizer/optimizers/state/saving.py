@@ -13,8 +13,7 @@ from torch import Tensor
 from ...distributed import boxes, whole
 from ..groups.options import FLOATING
 from ..groups.parameters import is_dtensor, local
-from .rounding_state import COUNTER, RESIDUAL
-from .slots import STATISTICS, Slot, placed_layout, zeros_of
+from .slots import COUNTER, RESIDUAL, STATISTICS, Slot, placed_layout, zeros_of
 
 OWN_FUNCTION = "<function>"
 COUNTERS = frozenset({"step", COUNTER})

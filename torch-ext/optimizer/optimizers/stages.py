@@ -1,7 +1,8 @@
-"""The stages of Muon before and after the iteration.
+"""The stages of a step around the iteration, and AdamW.
 
 Gradients and momentum buffers -> the directions to orthogonalize, as one batch; and the updates
-made of them -> parameters: learning-rate rule, variance reduction, decay, one rounding.
+made of them -> parameters: learning-rate rule, variance reduction, decay, one rounding. AdamW is
+for what is no matrix: embeddings, heads, norms, biases.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ...kernels import StochasticRounding, apply_update
-from ...kernels import momentum as momentum_kernel
-from ...kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, written
-from ...reference import rounding as reference_rounding
-from ...reference import update as reference
-from ..groups.options import LR_RULES, MuonOptions, is_zero
-from ..state.rounding_state import Rounding
+from ..kernels import StochasticRounding, apply_update
+from ..kernels import adamw as adamw_kernel
+from ..kernels import momentum as momentum_kernel
+from ..kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, written
+from ..reference import rounding as reference_rounding
+from ..reference import update as reference
+from .groups.options import LR_RULES, AdamWOptions, MuonOptions, is_zero
+from .groups.parameters import local
+from .plan import AdamWWork
+from .state.slots import RESIDUAL, Rounding, rounding_of
 
 logger = logging.getLogger(__name__)
 
@@ -237,3 +241,98 @@ def _say_once() -> None:
         "decay goes by the lr before it; the kernel takes the rules with names, functions that "
         "return numbers, and shaped_decay=True"
     )
+
+
+def adamw(
+    work: AdamWWork,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    numbers: Mapping[Tensor, int],
+    options: AdamWOptions,
+) -> None:
+    """One step for any number of tensors of any shapes; gradients are only read.
+
+    One call per device; float64, for which there is no kernel, has one of its own. Work that is
+    uniform is one call as it stands.
+
+    Args:
+        work: tensors, gradients and state, of one group.
+        state: of the optimizer, with the counters of stochastic rounding.
+        numbers: of the parameters in the optimizer.
+        options: of the group.
+    """
+    parts = [work]
+    if not work.uniform:
+        parts = [work.part(members) for members in _calls(work.tensors, work.grads)]
+    for part in parts:
+        rounding = rounding_of(
+            options,
+            part.params,
+            state,
+            lambda part=part: [
+                (param, numbers[param], first)
+                for param, first in zip(part.params, part.first, strict=True)
+            ],
+            lambda k, part=part: local(part.states[k][RESIDUAL]),
+        )
+        _step(part.tensors, part.grads, part.states, options, rounding, uniform=part.uniform)
+
+
+def adamw_on(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],  # exp_avg, exp_avg_sq, step of each
+    options: AdamWOptions,
+) -> None:
+    """The same for parameters, or parts of them, with gradients and state from elsewhere."""
+    for members in _calls(params, grads):
+        lists = ([of_all[k] for k in members] for of_all in (params, grads, states))
+        _step(*lists, options, Rounding())
+
+
+def _calls(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the parameters by device and by whether float64 is in it or its gradient."""
+    calls: dict[tuple[torch.device, bool], list[int]] = {}
+    for k, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        wide = param.dtype is torch.float64 or grad.dtype is torch.float64
+        calls.setdefault((param.device, wide), []).append(k)
+    return list(calls.values())
+
+
+def _step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    options: AdamWOptions,
+    rounding: Rounding,
+    *,
+    uniform: bool = False,  # plain tensors of few dimensions
+) -> None:
+    lists = {
+        "param": params,
+        "grad": grads,
+        "exp_avg": [of_one["exp_avg"] for of_one in states],
+        "exp_avg_sq": [of_one["exp_avg_sq"] for of_one in states],
+    }
+    if not uniform:
+        lists |= {name: [*map(local, lists[name])] for name in ("exp_avg", "exp_avg_sq")}
+    residuals = kept = rounding.residuals
+    used = lists
+    if not uniform and any(param.ndim > MAX_DIMS for param in params):
+        shapes = [(p.numel(),) if p.ndim > MAX_DIMS else p.shape for p in lists["param"]]
+        used = {name: shaped(tensors, shapes) for name, tensors in lists.items()}
+        kept = None if residuals is None else shaped(residuals, shapes)
+    adamw_kernel(
+        *used.values(),
+        [of_one["step"] for of_one in states],
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        residuals=kept,
+        rounding=rounding.noise,
+    )
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        written(lists[name], used[name])
+    if residuals is not None and kept is not None:  # parameters of 32 bits have none
+        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
+        written(*map(list, zip(*pairs, strict=True)))

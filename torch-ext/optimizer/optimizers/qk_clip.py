@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Team, whole
-from ...reference import rounding
-from ..groups.default_groups import EXPERTS
-from ..groups.names import components
-from ..groups.options import ClipConfig
-from ..groups.parameters import is_dtensor, local
+from ..distributed import Team, whole
+from ..reference import rounding
+from .groups.default_groups import EXPERTS
+from .groups.options import ClipConfig
+from .groups.parameters import components, is_dtensor, local
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""The stages of a step that compute: momentum, update, AdamW, QK-clip."""
