@@ -317,3 +317,57 @@ def test_all_teams_are_settled_before_one_raises(doomed) -> None:
     assert all(text.startswith("CommUnavailable: ") and "no driver" in text for text in heard[:2])
     assert "rank 0 of the group did not arrive at an exchange" in heard[2]
     assert max(seconds for _, seconds in answers) < TIMEOUT_MS / 1000 + 4
+
+
+def work_of_an_exchange(opt: Any, text: str, counts: int) -> dict[str, Any]:
+    """What is pushed and copied in a step of 8 matrices, two of each owner in a chunk."""
+    world = distributed.get_world_size()
+    arena = module_of(opt, "distributed.symmetric.arena")
+    exchange = module_of(opt, "optimizers.sharded.exchange")
+    params = on_all(text, [(8 * world, 16)] * counts)
+    config = opt.DistributedConfig(torch.float32, chunk_size=2 * world)
+    optimizer, found = opt.Muon(params, distributed=config), {"pushes": [], "in place": []}
+    push, batch_of = arena.push, exchange.batch_of
+
+    def pushed(targets, sources, **options):
+        found["pushes"].append(len(targets))
+        push(targets, sources, **options)
+
+    def batch(chunk, inbox, **options):
+        made = batch_of(chunk, inbox, **options)
+        found["in place"].append(made.data_ptr() == inbox.data_ptr())
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, Direct(opt) as counted:
+        for step in range(2):
+            give(params, gradients(params, step))
+            if step:
+                patch.setattr(arena, "push", pushed)
+                patch.setattr(exchange, "batch_of", batch)
+                before = counted["p2p"]
+            optimizer.step()
+        found["exchanges"] = counted["p2p"] - before
+    alone = plain_params([(8 * world, 16)] * counts)
+    single = opt.Muon(alone)
+    for step in range(2):
+        give(alone, gradients(alone, step))
+        single.step()
+    for one, other in zip(params, placed(alone, params[0].device_mesh, [Shard(0)]), strict=True):
+        if text == "S0":
+            assert bits(local(one.detach())) == bits(local(other.detach()))
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_nothing_is_put_together_on_the_way_to_an_owner(ranks, count) -> None:
+    """One copy and one signal per rank, the own rows, and no copy of the batch behind them."""
+    for found in ranks(count).run(work_of_an_exchange, "S0", 4 * count):
+        assert found["in place"] == [True, True]
+        # Two gathers and two ways back: to every other rank a message, to every rank a signal, and
+        # what stays here.
+        assert found["pushes"] == [2 * count] * found["exchanges"] and found["exchanges"] == 4
+
+
+def test_columns_are_put_together(ranks) -> None:
+    for found in ranks(2).run(work_of_an_exchange, "S1", 8):
+        assert found["in place"] == [False, False]

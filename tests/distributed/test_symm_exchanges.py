@@ -268,7 +268,16 @@ def traced(opt: Any) -> dict[str, Any]:
     params = [nn.Parameter(distribute_tensor(s, mesh, place, src_data_rank=None)) for s in starts]
     for param in params:
         param.grad = param.detach().clone()
-    with Staged(opt), Direct(opt, kept=_KEPT) as counted:
+    exchange, in_place = module_of(opt, "optimizers.sharded.exchange"), []
+    batch_of = exchange.batch_of
+
+    def batch(chunk, inbox, **options):
+        made = batch_of(chunk, inbox, **options)
+        in_place.append(made.data_ptr() == inbox.data_ptr())
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, Staged(opt), Direct(opt, kept=_KEPT) as counted:
+        patch.setattr(exchange, "batch_of", batch)
         optimizer = opt.Muon(params, distributed=opt.DistributedConfig(cuda_graphs=False))
         for _ in range(3):
             optimizer.step()
@@ -282,7 +291,8 @@ def traced(opt: Any) -> dict[str, Any]:
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             names[event.name] = names.get(event.name, 0) + 1
-    return {"names": names, "exchanges": exchanges, "rows": optimizer.comm_report()}
+    found = {"names": names, "exchanges": exchanges, "in place": in_place}
+    return found | {"rows": optimizer.comm_report()}
 
 
 def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
@@ -292,6 +302,7 @@ def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
     for answer in answers:
         waits = sum(n for name, n in answer["names"].items() if "wait_kernel" in name)
         assert waits == answer["exchanges"] > 0
+        assert answer["in place"] and all(answer["in place"])
         assert not [name for name in answer["names"] if "ncclDevKernel_SendRecv" in name]
         # That of the comparison of options, which is of a few numbers.
         assert sum(n for name, n in answer["names"].items() if "CatArray" in name) <= 1

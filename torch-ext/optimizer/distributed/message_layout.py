@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -85,6 +85,9 @@ class Message:
 
     parts: tuple[Part, ...]
     counts: tuple[int, ...]  # bytes per rank
+    # Of each rank, if every rank sends an equal run of rows of all of them: a transport that writes
+    # into memory of the receiver may put the matrices together there.
+    matrices: tuple[int, ...] | None = None
 
     @cached_property
     def size(self) -> int:
@@ -192,9 +195,13 @@ def make_route(
                 if extra is not None and target in extra.ranks:
                     yield j, None, extra.size
 
+    matrices = None
+    if not from_all and all(_in_equal_rows(job, held[j], itemsize) for j, job in enumerate(jobs)):
+        matrices = tuple(map([*owners].count, range(ranks)))
+    sent = _message(ranks, lambda other: parts_to_owner(rank, other))
     return Route(
         owned=tuple(j for j in numbers if owners[j] == rank),
-        sent=_message(ranks, lambda other: parts_to_owner(rank, other)),
+        sent=replace(sent, matrices=matrices),
         gathered=_message(ranks, lambda other: parts_to_owner(other, rank)),
         answered=_message(ranks, lambda other: parts_of_answer(rank, other)),
         scattered=_message(ranks, lambda other: parts_of_answer(other, rank)),
@@ -210,6 +217,16 @@ def make_route(
             for target in range(ranks)
         ),
     )
+
+
+def _in_equal_rows(job: Job, held: Sequence[Sequence[Box]], itemsize: int) -> bool:
+    """Whether the ranks have, in their order, equal runs of rows of a matrix, in whole units."""
+    rows, *rest = (length for _, length in job.region)
+    each, left = divmod(rows, len(held))
+    if left or each * math.prod(rest) * itemsize % ALIGNMENT:
+        return False
+    runs = [(number * each, (each, *rest)) for number in range(len(held))]
+    return runs == [(of[0].region[0].start, of[0].shape) for of in held if len(of) == 1]
 
 
 def _message(

@@ -112,8 +112,7 @@ class Arena:
         self._epoch = torch.ones(1, dtype=torch.int32, device=device).view(torch.uint32)
         self._word = self._epoch.view(torch.uint8)  # the next epoch, as long as all went well
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
-        # 1 as long as all went well, else 0: what a step multiplies its rates by.
-        self.alive = torch.ones((), dtype=torch.float32, device=device)
+        self._alive = torch.ones((), dtype=torch.float32, device=device)
         self._stream, self._seen = None, self._status
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=HIGH)
@@ -173,9 +172,15 @@ class Arena:
         wait_signals(
             self._flags, self.launched % 2**32, self.timeout_ms, self._status, self._epoch, arriving
         )
-        torch.eq(self._status[0], 0, out=self.alive)
         if timed is not None:
             timed.note(1)
+
+    def alive(self) -> Tensor:
+        """1 as long as all went well, else 0, when the current stream gets there: 0-D float32.
+
+        What a step multiplies its rates by.
+        """
+        return torch.eq(self._status[0], 0, out=self._alive)
 
     def order(self) -> None:
         """Let the current stream wait for everything that was launched here."""

@@ -118,7 +118,7 @@ class PeerToPeer:
 
     @property
     def alive(self) -> Tensor:
-        return self.arena.alive
+        return self.arena.alive()
 
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""
@@ -163,7 +163,7 @@ class PeerToPeer:
             key = id(coming), slot, outbox.data_ptr()
             copies = self._copies.get(key)
             if copies is None:
-                copies = self._copies[key] = self._copies_of(going, outbox, coming, inbox, slot)
+                copies = self._copies[key] = self._copies_of(going, outbox, coming, slot)
         else:
             copies = self._pushes_of(going, outbox, coming, slot)
         timed = self._times.setdefault(id(coming), _Time(inbox.device))
@@ -195,22 +195,24 @@ class PeerToPeer:
         return targets, [parts[k] for k in order], None
 
     def _copies_of(
-        self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor, slot: int
+        self, going: Message, outbox: Tensor, coming: Message, slot: int
     ) -> tuple[Any, ...]:
         """Targets and sources of other ranks, and the pair that stays."""
         arena, there = self.arena, self._offsets[id(coming)]
         first = [0, *itertools.accumulate(going.counts)]
-        others = [rank for rank in arena.others() if going.counts[rank]]
-        sources = [outbox[first[rank] : first[rank + 1]] for rank in others]
-        targets = [
-            arena.slot(rank, slot)[there[rank] : there[rank] + going.counts[rank]]
-            for rank in others
-        ]
-        own = None
-        if size := going.counts[arena.rank]:
-            at = sum(coming.counts[: arena.rank])
-            own = inbox[at : at + size], outbox[first[arena.rank] : first[arena.rank + 1]]
-        return targets, sources, own
+
+        def pair(rank: int) -> tuple[Tensor, Tensor]:
+            size, source = going.counts[rank], outbox[first[rank] : first[rank + 1]]
+            if going.matrices is None:
+                return arena.slot(rank, slot)[there[rank] : there[rank] + size], source
+            # Rows of this rank in the batch of the owner: (B, bytes), every matrix at a distance.
+            source = source.view(going.matrices[rank], -1)
+            batch = arena.slot(rank, slot)[: size * arena.ranks]
+            return batch.view(len(source), arena.ranks, -1)[:, arena.rank], source
+
+        pairs = [pair(rank) for rank in arena.others() if going.counts[rank]]
+        own = pair(arena.rank) if going.counts[arena.rank] else None
+        return [target for target, _ in pairs], [source for _, source in pairs], own
 
     def close(self) -> None:
         """The arena stays, which may serve the next plan."""

@@ -397,9 +397,3 @@ def while_alive(rate: Any, chunk: SharedChunk) -> Any:
     if getattr(rate, "decay", None) is not None:
         return replace(rate, lr=rate.lr * alive, decay=rate.decay * alive)
     return replace(rate, lr=rate.lr * alive)  # by which the decay goes, too
-
-
-def places_of_guard(chunk: SharedChunk) -> tuple[Any, ...]:
-    """`places` of what `while_alive` reads."""
-    alive = chunk.team.transport.alive
-    return () if alive is None else places([alive])

@@ -32,7 +32,6 @@ from .cuda_graphs import (
     State,
     StepRun,
     places,
-    places_of_guard,
     places_of_numbers,
     while_alive,
 )
@@ -109,12 +108,13 @@ class Exchange:
     def orthogonalize(self, iteration: Callable[..., Tensor]) -> None:
         """The updates of matrices that this rank owns, into the message for all who hold a part."""
         chunk, run, options, inbox = self.chunk, self._run, self._options, self._inbox
-        owned = chunk.route.owned
+        owned, lease = chunk.route.owned, self._gathering.arriving.lease
+        whole = lease is not None and chunk.route.sent.matrices is not None
         message = self._message = run.take(chunk, "message", chunk.route.answered.size)
         if any(self._present[job] for job in owned):
 
             def body() -> None:
-                orthogonal = iteration(batch_of(chunk, inbox))  # (B, m, n)
+                orthogonal = iteration(batch_of(chunk, inbox, whole=whole))  # (B, m, n)
                 write_updates(chunk, owned, orthogonal, options, run.state, message.bytes)
 
             def key() -> Any:
@@ -251,10 +251,13 @@ def _scale_of_exponents(device: torch.device) -> Tensor:
         return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
-def batch_of(chunk: SharedChunk, inbox: Tensor) -> Tensor:
-    """The matrices of this rank, put together: (B, m, n) in the dtype of the wire."""
+def batch_of(chunk: SharedChunk, inbox: Tensor, *, whole: bool = False) -> Tensor:
+    """The matrices of this rank, put together: (B, m, n) in the dtype of the wire.
+
+    `whole`: they are already; what came was written to its place in them.
+    """
     shape = (len(chunk.route.owned), *chunk.matrix)
-    if chunk.fits:
+    if chunk.fits or whole:
         return inbox[: math.prod(shape) * chunk.wire.itemsize].view(chunk.wire).view(shape)
     stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
     if stacked is not None and chunk.sources is not None:
@@ -434,8 +437,7 @@ def apply(
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
         jobs = [part.job for part in route.parts if part.box is None]
         moments = kept_statistics(chunk, jobs, options, state)
-        guard = places_of_guard(chunk)
-        return arrived.data_ptr(), places_of_numbers(rate), rule, places(whole), moments, guard
+        return arrived.data_ptr(), places_of_numbers(rate), rule, places(whole), moments
 
     run.stage("update_params", chunk, key if usual else None, body, whole)
 
@@ -462,7 +464,7 @@ def apply_own(
 
     def key() -> Any:
         rule = rate.factor, rate.shaped_decay, options.cautious
-        where = updates.data_ptr(), updates.shape, places_of_guard(chunk)
+        where = updates.data_ptr(), updates.shape
         return where, places_of_numbers(rate), rule, places(whole)
 
     run.stage("update_own", chunk, key if rate.decay is None else None, body, whole)

@@ -23,7 +23,7 @@ from ..report import stage
 from ..stages import Rate, adamw_on
 from .buffers import Block
 from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
-from .cuda_graphs import StepRun, places, places_of_guard, places_of_numbers, while_alive
+from .cuda_graphs import StepRun, places, places_of_numbers, while_alive
 from .exchange import (
     apply,
     apply_own,
@@ -452,7 +452,7 @@ def _take_rows(chunk: SharedChunk, param: Tensor, rows: Tensor, run: StepRun) ->
         copy_all(targets, found)
 
     def key() -> Any:
-        return rows.data_ptr(), places([param]), places_of_guard(chunk)
+        return rows.data_ptr(), places([param])
 
     run.stage("rows", chunk, key, body, [param])
 
@@ -569,8 +569,7 @@ def _adamw_on_rows(
 
     def key() -> Any:
         kept = places([param, *map(local, state.values())])
-        guard = places_of_guard(chunk)
-        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given), guard
+        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given)
         where = None if message is None else message.bytes.data_ptr()
         return kept, rule, where, contributions.key()
 
