@@ -3,9 +3,9 @@
 // thread and access.
 //
 // The driver's copy of 4096 rows of 8 KB, 16 KB apart, runs at 0.44 of a contiguous copy's rate.
-// Here a thread has four loads under way, a block 64 KB, and a multiprocessor carries some 95 GB/s
-// each way, so that 64 of them reach the rate of a contiguous copy, 1.8 TB/s on an H200. Bulk
-// copies of TMA need as many, and lose most of it where rows are short.
+// Here a thread has four loads under way, a block 64 KB, and a multiprocessor carries some 47 GB/s
+// each way, so that 48 of them are near the rate of a contiguous copy, 1.8 TB/s on an H200, and 64
+// reach it. Bulk copies of TMA need as many, and lose most of it where rows are short.
 
 #include <cuda_runtime.h>
 
