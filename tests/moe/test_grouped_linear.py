@@ -285,6 +285,34 @@ def test_the_compiled_path_is_for_4_bit_experts(moe, opt, dispatch, monkeypatch,
 KERNEL_SHAPES = (Problem(64, 2, 32, 128, 64, 4), Problem(128, 4, 64, 256, 128, 8, peft=True))
 
 
+@pytest.mark.parametrize("packed", [None, "nf4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_rows_and_gates_of_sentinels_are_not_read(moe, device, backend, packed):
+    """They may hold anything, such as what memory held before."""
+    problem = Problem(9, k=64, n=64, gates=True, grouped_in=True, routing="sentinels")
+    ids, leaves = problem.ids(device), problem.inputs(device)
+    sort_backend = "triton" if backend == "triton" else "auto"
+    order, weight = moe.expert_sort(ids, problem.experts, backend=sort_backend), None
+    valid = int(order.offsets[-1])
+    assert 0 < valid < ids.numel()
+    if packed is not None:
+        stack = leaves["weight"].detach().mT.contiguous()
+        experts = moe.QuantizedExperts.from_weight(stack, quant_type=packed, strategy="fused")
+        weight = experts.quantized_weight().transpose(1, 2)
+
+    def run() -> list[torch.Tensor]:
+        y = product(moe, problem, leaves, ids, weight, backend=backend)
+        wanted = [x for name, x in leaves.items() if x is not None and name != "weight"]
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
+
+    expected = run()
+    with torch.no_grad():
+        leaves["x"][valid:] = torch.nan
+        leaves["gates"].view(-1)[order.slots[valid:]] = torch.nan
+    for actual, wanted in zip(run(), expected, strict=True):
+        assert_same_bits(actual, wanted)
+
+
 @pytest.mark.parametrize("problem", KERNEL_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernel_shapes(moe, device, problem, dtype):

@@ -343,11 +343,13 @@ def _grouped_product(  # noqa: PLR0913
     if DOTS:
         at_other = other + _source(rows, inside, slots, OTHER_FAN)[:, None] * other_row
         values = tl.load(at_other + columns[None, :] * other_col, mask=mask, other=0.0)
-        products = tl.sum(total * values.to(tl.float32), 1)
+        # Of sentinels other and the gate may hold anything.
+        products = tl.where(known, tl.sum(total * values.to(tl.float32), 1), 0.0)
         tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
     if STORES:
         if GATED:
-            total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+            gate = tl.load(gates + slot, mask=inside & known, other=0.0)
+            total *= gate.to(tl.float32)[:, None]
         target = slot if SCATTER else rows
         at_out = out + target[:, None] * out_row + columns[None, :]
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)

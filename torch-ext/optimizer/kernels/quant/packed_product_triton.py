@@ -505,10 +505,13 @@ def _packed_product(  # noqa: PLR0913
         at_other = other + _source(rows, inside, slots, OTHER_FAN)[:, None] * other_row
         values = tl.load(at_other + columns[None, :] * other_col, mask=mask, other=0.0)
         values = tl.where(mask, total, 0.0) * values.to(tl.float32)
-        tl.store(dots + column_tile * total_rows + slot, tl.sum(values, 1), mask=inside)
+        # Of sentinels other and the gate may hold anything.
+        products = tl.where(known, tl.sum(values, 1), 0.0)
+        tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
     if STORES:
         if GATED:
-            total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+            gate = tl.load(gates + slot, mask=inside & known, other=0.0)
+            total *= gate.to(tl.float32)[:, None]
         at_out = out + (slot if SCATTER else rows)[:, None] * columns_count + columns[None, :]
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
