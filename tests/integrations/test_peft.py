@@ -449,17 +449,20 @@ def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
     assert_same_bits(logits(model), first)
 
 
-@pytest.mark.parametrize("kind", ["ours", "bitsandbytes"])
+@pytest.mark.parametrize("kind", ["ours", "ours, after PEFT", "bitsandbytes"])
 def test_nothing_is_merged_into_4_bits(opt, device, kind: str) -> None:
     """PEFT added to a decoded copy of bitsandbytes' stacks, and the adapter was gone."""
     model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
     parameters = full_paths(model)
     if kind == "ours":
         opt.integrations.quantize_experts(model)
-    else:
+    elif kind == "bitsandbytes":
         parametrize_4_bits(model)
     model = wrap(model, parameters=parameters, modules=["o_proj"])
-    opt.integrations.use_in_transformers(model)
+    if kind == "ours, after PEFT":
+        opt.integrations.quantize_experts(model)
+    else:
+        opt.integrations.use_in_transformers(model)
     expected = logits(model)
     for merge in (model.merge_adapter, lambda: copy.deepcopy(model).merge_and_unload()):
         with pytest.raises(ValueError, match="is in 4 bits: an adapter cannot be merged"):

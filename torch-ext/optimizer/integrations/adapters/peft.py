@@ -264,7 +264,7 @@ def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
     if len(active) > 1:
         raise ValueError(
             f"{active} are active on {wrapper.parameter_name}; one adapter can be: "
-            "model.set_adapter(name), or model.add_weighted_adapter to combine them first"
+            "model.set_adapter(name)"
         )
     if not active:
         return None

@@ -8,7 +8,6 @@ from torch import nn
 
 from ...moe.quantized.expert_weights import DTYPES, format_of
 from .experts import pack, packed_shape, stacks
-from .hf_quantizer import mark
 from .transformers import use_in_transformers
 
 
@@ -52,6 +51,7 @@ def quantize_experts(
         blocksize: elements per scale of NF4 and FP4; None for 64.
 
     Raises:
+        TypeError: model is no module.
         ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
             kernels do not serve; nothing has changed then.
         ImportError: transformers is not installed.
@@ -64,7 +64,7 @@ def quantize_experts(
         options |= {"quant_type": quant_type, "device": weight.device}
         pack(experts, target, weight.unbind(0), tuple(weight.shape), **options)
         del weight
-    mark(model)
+    use_in_transformers(model)  # again: PEFT's wrappers must not merge into what is packed now
 
 
 def _dense_stacks(model: nn.Module) -> list[tuple[str, nn.Module, str]]:

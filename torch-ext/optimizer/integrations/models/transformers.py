@@ -45,6 +45,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         `model.set_experts_implementation(name)`.
 
     Raises:
+        TypeError: model is no module.
         ValueError: the model has no experts of transformers' kind, or some that we cannot run, or
             PEFT's configuration names experts that PEFT did not wrap; the message names them.
             The model is unchanged then.
