@@ -223,62 +223,52 @@ def summary(rows: list) -> str:
     return "\n".join(filter(None, (text, report.goals_summary(rows))))
 
 
-def measure_on_ranks(out: Path, *, draft: bool, device: str, end: float | None = None) -> int:
-    """Measure optimizer_step.json on the ranks of torchrun until `end`; returns the exit status."""
+def measure_on_ranks(
+    name: str, out: Path, *, draft: bool, device: str, end: float | None = None
+) -> int:
+    """Measure a file on the ranks of torchrun, until `end`; returns the exit status.
+
+    Args:
+        name: "optimizer_step", or "tensor_parallel", which knows neither CPUs nor an end.
+        out: folder of the results.
+        draft: print only.
+        device: "cuda", or "cpu" for a try.
+        end: by time.monotonic.
+    """
     import torch
-    from harness import package, report
+    from harness import package, report, tensor_parallel
     from harness.optimizer_step import several_gpus, verdict
 
     with several_gpus.joined(device) as ranks:
-        built = package.load(ROOT, device)
-        draft = draft or device == "cpu"
+        built, on_cpus = package.load(ROOT, device), device == "cpu"
+        draft = draft or on_cpus
         check_clean(built, draft=draft)
         say = print if ranks.first else lambda *_, **__: None
         path = head = single = None
-        if device == "cuda" and ranks.first:
+        if not on_cpus and ranks.first:
             gpu = torch.cuda.get_device_name(0)
-            single = out / report.folder_name(gpu) / "optimizer_step.json"
+            single = out / report.folder_name(gpu) / f"{name}.json"
             path = out / report.folder_name(gpu, ranks.count) / single.name
             head = header(built, entry_of(path), ranks.count)
             say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-        say(f"\n{several_gpus.HEADING}")
-        rows, left = [], []
+        rows, left, steps = [], [], name == "optimizer_step"
+        if steps:
+            entry, found = several_gpus, several_gpus.rows(built, ranks, left, end)
+        else:
+            entry, found = tensor_parallel, tensor_parallel.rows_on_ranks(built, ranks)
         alone = verdict.of_one_gpu(single)
-        for row, line in several_gpus.rows(built, ranks, left, end):
+        say(f"\n{entry.HEADING}")
+        for row, line in found:
             say(line, flush=True)
-            on_cpus = device == "cpu"
-            rows.append(verdict.with_goals(row, ranks.count, alone, on_cpus=on_cpus))
-        say("", *verdict.lines(rows, left, ranks.count), sep="\n")
+            if steps:
+                row = verdict.with_goals(row, ranks.count, alone, on_cpus=on_cpus)
+            rows.append(row)
+        said = verdict.lines(rows, left, ranks.count) if steps else [summary(rows)]
+        say("", *said, sep="\n")
         if path is not None and rows and not draft:
             report.write(path, head | ({"missing": left} if left else {}), rows)
             say(f"wrote {path}")
     return int(any(not row.ok for row in rows)) or UNFINISHED * bool(left)
-
-
-def measure_products_on_ranks(out: Path, *, draft: bool) -> int:
-    """Measure tensor_parallel.json on the ranks of torchrun; returns the exit status."""
-    import torch
-    from harness import package, report, tensor_parallel
-    from harness.optimizer_step import several_gpus
-
-    with several_gpus.joined("cuda") as ranks:
-        built = package.load(ROOT, "cuda")
-        check_clean(built, draft=draft)
-        say = print if ranks.first else lambda *_, **__: None
-        path = out / report.folder_name(torch.cuda.get_device_name(0), ranks.count)
-        path /= "tensor_parallel.json"
-        head = header(built, entry_of(path), ranks.count) if ranks.first else {}
-        say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-        say(f"\n{tensor_parallel.HEADING}")
-        rows = []
-        for row, line in tensor_parallel.rows_on_ranks(built, ranks):
-            say(line, flush=True)
-            rows.append(row)
-        say(summary(rows))
-        if ranks.first and not draft:
-            report.write(path, head, rows)
-            say(f"wrote {path}")
-    return int(any(not row.ok for row in rows))
 
 
 def asked_for(options: argparse.Namespace) -> dict[str, object]:
@@ -332,14 +322,14 @@ def main(arguments: list[str]) -> int:
         return finish(options.what, options.finish)
     if options.what != "plots":
         draft = options.draft or bool(problem)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if options.what == "tensor_parallel" and options.device == "cuda":
-                return measure_products_on_ranks(options.out, draft=draft)
-            if options.what != "optimizer_step":
-                parser.error(f"{options.what} runs on one GPU; start it without torchrun")
-            return measure_on_ranks(options.out, draft=draft, device=options.device, end=end)
-        if options.device == "cpu":
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if options.device == "cpu" and not (ranks and options.what == "optimizer_step"):
             parser.error("--device cpu is for optimizer_step under torchrun")
+        if ranks:
+            if options.what not in ("optimizer_step", "tensor_parallel"):
+                parser.error(f"{options.what} runs on one GPU; start it without torchrun")
+            where = {"draft": draft, "device": options.device, "end": end}
+            return measure_on_ranks(options.what, options.out, **where)
         if options.case:
             return measure_cases(options.case, options.out, options.cache, draft=draft, end=end)
         again = options.again

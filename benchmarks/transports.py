@@ -89,7 +89,7 @@ class Link:
 
     def take(self, name: str) -> bool:
         """Exchange by a transport from here on; whether it can be had."""
-        self.transport.settle(self.traffic, self.options(transport=name))
+        self.transport.settle(self.traffic, self.options(transport=name), together=True)
         rows = self.transport.report()
         self.report = rows[0]
         self.transport.begin()

@@ -1,7 +1,7 @@
 """Prints a schedule of Newton-Schulz polynomials, derived or named, and what it does.
 
     python tools/derive_coefficients.py --steps 6 --lower 1e-2
-    python tools/derive_coefficients.py --set you --steps 5 --format markdown
+    python tools/derive_coefficients.py --set you --steps 5
 
 Uses the package's own generator, loaded from its source file: no build, no torch.
 """
@@ -45,12 +45,6 @@ def as_python(rows, note: str) -> str:
     return "\n".join([f"# {note}", "ROWS = (", *(f"    {row!r}," for row in rows), ")"])
 
 
-def as_markdown(rows, note: str) -> str:
-    lines = ["| step | a | b | c |", "|--:|--:|--:|--:|"]
-    lines += [f"| {i} | {a:.9f} | {b:.9f} | {c:.9f} |" for i, (a, b, c) in enumerate(rows, start=1)]
-    return "\n".join([*lines, "", note])
-
-
 def parse(arguments: list[str] | None, generator: ModuleType) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--set", choices=generator.COEFFICIENT_SETS, help="a named set")
@@ -58,7 +52,6 @@ def parse(arguments: list[str] | None, generator: ModuleType) -> argparse.Namesp
     parser.add_argument("--lower", type=float, default=1e-3, help="smallest value driven to 1")
     parser.add_argument("--safety", type=float, default=2e-2, help="room for rounding errors")
     parser.add_argument("--cushion", type=float, default=0.02, help="caps the slope at 0")
-    parser.add_argument("--format", choices=("python", "markdown"), default="python")
     return parser.parse_args(arguments)
 
 
@@ -83,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{title}: divide X by {table.prefactor:g} ||X||_F; [{options.lower:g}, 1] -> "
         f"[{low:.3f}, {high:.3f}], slope {slope:.0f} at 0. {table.source}"
     )
-    print(as_python(rows, note) if options.format == "python" else as_markdown(rows, note))
+    print(as_python(rows, note))
     return 0
 
 

@@ -64,10 +64,7 @@ def read_all(path: Path) -> list[str]:
 
 
 def _layer_names(package: Path) -> list[str]:
-    path = package / "layers.py"
-    if not path.is_file():
-        path = package / "layers" / "__init__.py"
-    tree = ast.parse(path.read_text())
+    tree = ast.parse((package / "layers.py").read_text())
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 

@@ -6,35 +6,22 @@ The committed lists in tests/abi are outputs of this script, one torch release e
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 from local_build.errors import BuildError
 from local_build.shim_symbols import declared_symbols
 from local_build.toolchain import find_torch
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--include", type=Path, help="include folder of an unpacked torch instead of the installed"
-    )
-    parser.add_argument("--version", help="its version, with --include")
-    options = parser.parse_args(arguments)
+def main() -> int:
     try:
-        if (options.include is None) != (options.version is None):
-            raise BuildError("--include and --version go together")
-        if options.include is not None:
-            include, version = options.include, options.version
-        else:
-            torch = find_torch()
-            include, version = torch.include, torch.version
-        names = sorted(declared_symbols(include))
+        torch = find_torch()
+        names = sorted(declared_symbols(torch.include))
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"# torch {version}: functions declared with AOTI_TORCH_EXPORT, by list_shim_symbols.py")
+    how = "functions declared with AOTI_TORCH_EXPORT, by list_shim_symbols.py"
+    print(f"# torch {torch.version}: {how}")
     print("\n".join(names))
     return 0
 

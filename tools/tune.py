@@ -21,21 +21,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import orthogonalize, package  # noqa: E402  found there
 
 # batch, m, n of the matrices that the benchmark of orthogonalize times.
-SHAPES = (
-    *((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 4096, 14336), (8, 4096, 4096)),
-    *((16, 2048, 8192), (24, 1024, 4096), (48, 768, 768), (12, 768, 3072)),
-    *((128, 768, 2048), (256, 512, 2048)),
-)
+SHAPES = [tuple(map(int, shape.split("x"))) for shape in orthogonalize.SHAPES]
 OPS = ("symmetric_matmul", "matmul_add")
 REPLAYS, ROUNDS = 5, 7
 
@@ -84,16 +82,6 @@ def _text(output: bytes | str | None) -> str:
     return output.decode() if isinstance(output, bytes) else output or ""
 
 
-def _package():
-    """The built package, as the tests load it."""
-    import tomllib
-    from kernels import get_kernel
-
-    repo_id = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
-    os.environ["LOCAL_KERNELS"] = f"{repo_id}={ROOT}"
-    return get_kernel(repo_id, version=1, trust_remote_code=True)
-
-
 def _tiles(op: str) -> list[str]:
     import ast
 
@@ -115,12 +103,12 @@ def problems(op: str, count: int):
             yield batch, m, m, n, True
 
 
-def _runner(package: str, op: str):
+def _runner(built: ModuleType, op: str):
     """The op as a function of its operands and a tile's name."""
-    module = sys.modules[f"{package}.kernels.products.{op}"]
+    module = package.module(built, f"kernels.products.{op}")
     if op == "symmetric_matmul":
         return module.symmetric_matmul
-    ops = sys.modules[f"{package}._ops"].ops
+    ops = package.module(built, "_ops").ops
 
     def run(A, B, *, out, tile, C=None, alpha=1.0, beta=0.0):
         ops.matmul_add(A, B, C, out, alpha, beta, module.TILES.index(tile))
@@ -131,7 +119,7 @@ def _runner(package: str, op: str):
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    run = _runner(_package().__name__, options.op)
+    run = _runner(package.load().package, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op, options.shapes):
         _check(run, options.tile, batch, m, k, n, added, dtype, half)

@@ -32,7 +32,9 @@ def harness(name: str):
 
 def table(opt, out: Path, end: float | None = None) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = harness("run").measure_on_ranks(out, draft=False, device="cpu", end=end)
+        status = harness("run").measure_on_ranks(
+            "optimizer_step", out, draft=False, device="cpu", end=end
+        )
     return status, printed.getvalue()
 
 
