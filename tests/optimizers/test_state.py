@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -449,6 +450,20 @@ def test_no_tensor_is_alive_before_the_first_step(opt, device, make) -> None:
     optimizer.state_dict()
     assert not optimizer.state
     assert tensors_alive() - before <= of_adamw
+
+
+@MAKERS
+def test_a_report_keeps_no_parameter_that_a_trainer_replaces(opt, device, make) -> None:
+    """As trainers that shard a model do before the first step."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    optimizer.report()
+    gone = [*map(weakref.ref, params)]
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
+    del params
+    gc.collect()
+    assert not any(param() is not None for param in gone)
 
 
 @MAKERS

@@ -566,7 +566,8 @@ class MuonBase(OffloadingOptimizer):
         known = []
         for number, group in enumerate(self.param_groups):
             last = self._known[number] if number < len(self._known) else None
-            seen = [*group, *group.values()]
+            others = {**group, "params": None}  # which a trainer may yet replace
+            seen = [*others, *others.values()]
             if last is None or not same_objects(seen, last.seen):
                 options = self.format.options(group)
                 values = fingerprint(options)

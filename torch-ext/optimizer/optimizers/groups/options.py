@@ -477,22 +477,17 @@ def _indices(key: str, value: Any) -> tuple[int, ...]:
 
 def _check_numbers(config: ClipConfig) -> None:
     threshold = config.threshold
-    if isinstance(threshold, bool) or not isinstance(threshold, Real):
-        raise TypeError(f"clip_config: threshold must be a number, got {threshold!r}")
+    _check_number("threshold", threshold, "clip_config")
     if not 0 < as_float(threshold) < math.inf:
         raise ValueError(f"clip_config: threshold must be finite and above 0, got {threshold!r}")
-    if not isinstance(config.is_mla, bool):
-        raise TypeError(f"clip_config: is_mla must be True or False, got {config.is_mla!r}")
+    _check_switch("is_mla", config.is_mla, "clip_config")
     for key in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         value = getattr(config, key)
-        if value is None and not (key == "head_dim" or config.is_mla):
+        if value is None and key != "head_dim":
+            if config.is_mla:
+                raise ValueError(f"clip_config: {key} must be given with is_mla=True")
             continue
-        if value is None:
-            raise ValueError(f"clip_config: {key} must be given with is_mla=True")
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"clip_config: {key} must be an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"clip_config: {key} must be at least 1, got {value}")
+        _check_count(key, value, "clip_config")
 
 
 def _check_indices(config: ClipConfig) -> None:
