@@ -5,6 +5,7 @@ On CPUs ranks share memory of the machine; `make test-symm` runs it on GPUs.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 from ._arenas import Direct, SharedMemory
 from ._cases import CASES, Case, bits, expected_on
+from ._ranks import same_everywhere
 from .test_faults import CLIP, build, give_step, message_of
 from .test_graphs import told
 from .test_shared_step import compare
@@ -371,3 +373,29 @@ def test_nothing_is_put_together_on_the_way_to_an_owner(ranks, count) -> None:
 def test_columns_are_put_together(ranks) -> None:
     for found in ranks(2).run(work_of_an_exchange, "S1", 8):
         assert found["in place"] == [False, False]
+
+
+def copied(opt: Any) -> tuple[int, int]:
+    """Exchanges of an optimizer and of its copy, which step by turns."""
+    params, exchanges = on_all("S0"), []
+    with Direct(opt) as counted:
+        optimizer = opt.Muon(params)
+        give(params, gradients(params, 0))
+        optimizer.step()
+        twin = copy.deepcopy(optimizer)
+        give(twin.param_groups[0]["params"], gradients(params, 1))
+        give(params, gradients(params, 1))
+        for one in (twin, optimizer):
+            before = counted["p2p"]
+            one.step()
+            exchanges.append(counted["p2p"] - before)
+            assert {row["transport"] for row in one.comm_report()} == {"p2p"}
+    assert_as_alone(opt, params, 2)
+    assert_as_alone(opt, twin.param_groups[0]["params"], 2)
+    return tuple(exchanges)
+
+
+@pytest.mark.sees_defect("an optimizer whose copy steps goes back to the all-to-all without a word")
+def test_a_copy_has_memory_of_its_own(ranks) -> None:
+    first, second = same_everywhere(ranks(2).run(copied))
+    assert first == second > 0

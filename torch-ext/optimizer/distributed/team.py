@@ -48,8 +48,9 @@ class Teams:
     are all ranks; every one of them must ask, in the same order.
     """
 
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], Any] = {}
+    def __init__(self, others: Teams | None = None) -> None:
+        """`others`: of an optimizer that this one is a copy of, whose process groups it shares."""
+        self._groups: dict[tuple[int, ...], Any] = {} if others is None else others._groups
         self._of_mesh: dict[Any, Team] = {}
 
     def of_mesh(self, mesh: Any) -> Team:

@@ -162,7 +162,8 @@ class DistributedConfig:
             before each step, 1 without accumulation; 0 for none that sends anything. In the last of
             them contributions leave as soon as gradients are whole, as many as `prefetch` and
             `in_flight_bytes` let a step have under way. Gradients are not to be changed behind
-            that: the step would raise. Where nothing can leave, that is said once; see `strict`.
+            that: the step would raise. `timeout_ms` is then how far a rank may be behind another in
+            backward, too. Where nothing can leave, that is said once; see `strict`.
 
     Raises:
         ValueError, TypeError: the message names the field.

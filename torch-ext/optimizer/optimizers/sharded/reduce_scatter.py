@@ -155,18 +155,16 @@ class ReduceScatter:
             first = batch.before(batch.bands.first[self._band])
             rows = batch.bands.rows[self._band]
             self._mine = updates.narrow(0, first, len(self._owned)).narrow(1, *rows)
-        owned, mine = self._owned, self._mine
-        if mine is not None and len(owned) == len(chunk.route.owned):
+        owned, mine, route = self._owned, self._mine, chunk.route
+
+        def pieces() -> list[Tensor]:
             of_jobs = dict(zip(owned, mine.unbind(), strict=True))
-            parts = chunk.route.answered.parts
-            pieces = in_place(
-                chunk,
-                chunk.route.answered,
-                chunk.route.scattered,
-                lambda: [of_jobs[part.job].view(part.box.shape) for part in parts if part.box],
-            )
-            if pieces is not None:
-                self._scattering = launch_scatter(chunk, pieces, run)
+            return [of_jobs[part.job].view(part.box.shape) for part in route.answered.parts]
+
+        if mine is not None and len(owned) == len(route.owned):
+            found = in_place(chunk, route.answered, route.scattered, pieces)
+            if found is not None:
+                self._scattering = launch_scatter(chunk, found, run)
                 return
         message = run.take(chunk, "message", chunk.route.answered.size)
 

@@ -94,9 +94,8 @@ class Ranks:
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         copied = copy.deepcopy(self.unreduced, memo)
-        # It talks over the same groups.
         ranks = Ranks(self._group, self.config, copied, assumed=self.assumed)
-        ranks._teams = self._teams
+        ranks._teams = Teams(self._teams)
         return ranks
 
     def team_of(self, param: Tensor) -> Team | None:
