@@ -37,10 +37,10 @@ def push(dsts: Sequence[Tensor], srcs: Sequence[Tensor], *, blocks: int | None =
     On CUDA a pair is one cudaMemcpyAsync or cudaMemcpy2DAsync, and rows 2 GiB or more apart are one
     copy each: nothing is launched, nothing is packed, and a CUDA graph can capture it. Rows within
     one GPU are a kernel's, if they are of 1 MiB or more together and their addresses, lengths and
-    distances multiples of 16 bytes: the driver copies them at half the rate, though beside a
-    product it costs that 5 % of its time, and the kernel 20 to 40 % while it runs. Pairs are copied
-    in their order, and all are checked before the first copy. The caller keeps sources and
-    destinations alive, and the sources unchanged, until the copies have run.
+    distances multiples of 16 bytes: the driver copies them at half the rate, though it costs a
+    product beside it 5 % of its time, and a kernel costs more. Pairs are copied in their order, and
+    all are checked before the first copy. The caller keeps sources and destinations alive, and the
+    sources unchanged, until the copies have run.
 
     Args:
         dsts: K tensors that are written, on the device of the sources; a peer's memory counts as
