@@ -14,8 +14,8 @@
 
 ifneq ($(shell uname -s),Linux)
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
-$(error optimizer has no compiled variant for $(or $(shell uname -s),this system), and without one \
-    nothing of it runs, on the CPU neither. Use Linux: WSL 2 on Windows, a container elsewhere)
+$(error optimizer has no compiled variant for $(or $(shell uname -s),this system), and nothing of it runs \
+    without one, not even on the CPU. Use Linux: WSL 2 on Windows, a container elsewhere)
 endif
 endif
 

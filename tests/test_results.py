@@ -698,8 +698,8 @@ def test_the_page_has_means_and_losses(harness, results) -> None:
 
 def test_forced_paths_stand_beside_the_own_one(harness, results) -> None:
     lines = harness.comparison.forced(results).splitlines()
-    (line,) = [line for line in lines if line.startswith("| layers")]
-    assert line == "| layers of experts with LoRA | 8.0 and newer except 9.0 | 1 | 0.50 | 1.00 |"
+    (line,) = [line for line in lines if line.startswith("| MoE layers")]
+    assert line == "| MoE layers with LoRA | 8.0 and newer except 9.0 | 1 | 0.50 | 1.00 |"
 
 
 def test_nothing_measured_is_said(harness) -> None:

@@ -16,10 +16,10 @@ Results = Mapping[str, Mapping[str, Any]]  # name of a result file -> its conten
 TIMED = {
     "end_to_end": "training and fine-tuning steps",
     "optimizer_step": "the optimizer's step alone",
-    "moe_lora": "layers of experts with LoRA",
-    "quant": "layers of packed experts",
+    "moe_lora": "MoE layers with LoRA",
+    "quant": "MoE layers with quantized experts",
     "orthogonalize": "orthogonalization",
-    "elementwise": "elementwise ops and decoding",
+    "elementwise": "elementwise ops and dequantization",
 }
 # Trainings in end_to_end: ours, the baseline of every row, and those of others -> their optimizer.
 OURS, ADAMW = "gpt-124M/muon", "gpt-124M/adamw"
@@ -191,7 +191,7 @@ def forced(results: Results) -> str:
         [
             *lines,
             "",
-            f"{gpus}; geometric means by the clock, above 1 faster. The baselines are those of "
-            "[the comparison](benchmarks/h200-comparison.md).",
+            f"{gpus}; geometric means of wall-clock times, above 1 faster. The baselines are those "
+            "of [the comparison](benchmarks/h200-comparison.md).",
         ]
     )

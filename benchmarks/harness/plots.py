@@ -70,11 +70,11 @@ _MUONS = {
     "gpt-124M/nanochat": "nanochat",
 }
 HEADLINES = (
-    Headline("end_to_end", "gpt-124M/muon", "training step of a 124M GPT, `Muon`", _MUONS),
+    Headline("end_to_end", "gpt-124M/muon", "training step of a 124M GPT with `Muon`", _MUONS),
     Headline("end_to_end", "gpt-124M/muon", "the same step beside AdamW's"),
     Headline("optimizer_step", "llama-1B/bfloat16/1gpu/heavy", "`Muon.step()` alone, 1B, bfloat16"),
-    Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of experts"),
-    Headline("quant", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of 4-bit experts"),
+    Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on an MoE layer"),
+    Headline("quant", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a 4-bit MoE layer"),
     Headline("orthogonalize", "real/8x2048x2048", "`orthogonalize`, momenta of 8 x 2048 x 2048"),
     Headline("elementwise", None, "the least favourable elementwise op"),
     Headline("elementwise", "nf4_dequant/128x1536x2048", "`nf4_dequant`, 128 experts"),
@@ -102,7 +102,7 @@ def _table(results: dict[str, dict]) -> tuple[list[str], str]:
             machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
             machines += [machine] * (machine not in machines)
     head = [
-        "| measured by the clock | ours, ms | best peer, ms | times faster |",
+        "| wall-clock time of | ours, ms | best peer, ms | times faster |",
         "|---|--:|---|--:|",
     ]
     said = f"{'; '.join(machines)}. Below 1 the peer is faster."
@@ -187,7 +187,8 @@ def _section(result: dict, path: Path, root: Path) -> str:
     others = [row for row in rows if row["case"] in drawn]
     ceilings = result["ceilings"]
     lines = [
-        "| case | clock, ms | host | device | of the floor | baseline's clock | times faster |",
+        "| case | wall clock, ms | host | device | of the floor | baseline's wall clock "
+        "| times faster |",
         "|---|--:|--:|--:|--:|---|--:|",
         *(
             f"| `{row['case']}` | {row['wall_ms']:.3g} | {row['host_ms']:.3g} | {row['ms']:.3g} "
@@ -201,7 +202,7 @@ def _section(result: dict, path: Path, root: Path) -> str:
         f"{result['triton']}; a copy reaches {ceilings['copy_tbps']:.2f} TB/s there, an 8192³ "
         f"product {ceilings['bf16_tflops']:.0f} TFLOP/s. The floor counts each byte once at "
         f"{FLOOR_TBPS} TB/s and each operation once at {FLOOR_TFLOPS:.0f} TFLOP/s; its share is of "
-        "the device's time. Times faster is by the clock: eager calls, host included. "
+        "the device's time. Times faster is of wall-clock time: eager calls, host included. "
         f"All rows: {_link(path, root)}."
     )
     if missing := result.get("missing"):
@@ -236,7 +237,7 @@ def _end_to_end_section(result: dict, path: Path, root: Path) -> str:
     parts = [text for text in (table(good) for table in tables) if text]
     parts.append(
         f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton "
-        f"{result['triton']}. Milliseconds are by the clock, host included. "
+        f"{result['triton']}. Milliseconds are wall-clock time, host included. "
         f"All rows: {_link(path, root)}."
     )
     if any("curve" in row for row in good):
@@ -297,7 +298,8 @@ def _model_table(rows: list[dict]) -> str | None:
     if not rows:
         return None
     lines = [
-        "| model step | clock, ms | host | k tokens/s | baseline's clock | times faster |",
+        "| model step | wall clock, ms | host | k tokens/s | baseline's wall clock "
+        "| times faster |",
         "|---|--:|--:|--:|---|--:|",
         *(
             f"| `{row['case']}` | {row['wall_ms']:.3g} | {row['host_ms']:.3g} "
@@ -352,7 +354,7 @@ def drawn_pages(root: Path) -> dict[Path, str]:
     pages[PAGES / f"{HEADLINE_GPU}-comparison.md"] = (
         f"# Beside other implementations, on {HEADLINE_GPU.upper()}\n\n"
         "`make plots` draws this page from the result files: all cases that were measured, wins "
-        "and losses, in milliseconds by the clock, host included. Above 1 ours is faster.\n\n"
+        "and losses, in milliseconds of wall-clock time, host included. Above 1 ours is faster.\n\n"
         f"{comparison.comparison(results)}\n"
     )
     return pages
