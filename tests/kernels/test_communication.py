@@ -185,6 +185,19 @@ def test_the_first_late_word_is_named_after_the_timeout(signals, words, status):
     assert status.item() == 0
 
 
+@pytest.mark.parametrize("late", ((40, 9, 33), (63, 31), (95, 64, 32), (2, 1)), ids=str)
+def test_of_several_late_words_the_first_is_named(signals, device, status, late):
+    """On CUDA lane l of a warp looks at words l, l + 32 and so on."""
+    words = torch.zeros(96, dtype=torch.uint32, device=device)
+    signals.memset32(words, 0, 1, 96)
+    for i in late:
+        signals.memset32(words, i, 0, 1)
+    for _ in range(3):
+        signals.wait_signals(words, 1, 10, status)
+        assert status.item() == min(late) + 1
+        status.zero_()
+
+
 def test_a_word_that_comes_meanwhile_ends_the_wait(signals, device, status):
     words = torch.zeros(2, dtype=torch.uint32, device=device)
     signals.stream_write_value32(words, 0, 1)
