@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -407,6 +408,14 @@ REFUSED = [
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
     ({"target_modules": ["input_layernorm"]}, "is not supported"),
     ({"target_modules": ["q_proj", "q_prj"]}, "target_modules: 'q_prj' is not found"),
+    (
+        {"target_modules": ["q_proj", "down_proj"]},
+        "'down_proj' is not found, .* experts are stacks that have LoRA without being named",
+    ),
+    ({"alpha": 16}, r"unexpected keyword argument 'alpha'; it is called lora_alpha"),
+    ({"rank": 16}, r"unexpected keyword argument 'rank'; it is called r"),
+    ({"lora_dropout": 0.05}, r"'lora_dropout'; experts have no dropout"),
+    ({"task_type": "CAUSAL_LM"}, r"'task_type'; if LoraConfig has it, pass peft_config=peft.Lora"),
     ({"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed' is not found"),
     ({"target_modules": "((("}, r"target_modules='\(\(\(' is no pattern"),
     ({"target_modules": ["q_proj"], "target_parameters": ["experts.nowhere"]}, "experts.nowhere"),
@@ -435,6 +444,12 @@ def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize)
         opt.integrations.attach_lora(model, **{"quantize": quantize} | options)
     assert everything(model) == before
     assert_same_bits(logits(model), expected)
+
+
+def test_peft_does_not_warn_of_patterns_that_nobody_wrote(opt, device) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*_pattern keys did not match")
+        opt.integrations.attach_lora(build("qwen3_moe").to(device), target_modules="all-linear")
 
 
 def test_a_file_cannot_keep_peft_matching_for_hours(opt, device, tmp_path, monkeypatch) -> None:

@@ -319,6 +319,13 @@ def test_hub_id_with_a_pinned_revision_offline(
         assert_same_bits(logits(model), logits(expected))
     with pytest.raises(ValueError, match=r"'org/adapter' is no folder.*revision="):
         opt.integrations.load_peft_adapter(model, "org/adapter")
+    for source in ("/no/such/folder", "./no_such"):
+        for call in (
+            lambda source=source: opt.integrations.load_quantized(source),
+            lambda source=source: opt.integrations.load_peft_adapter(model, source, revision="v1"),
+        ):
+            with pytest.raises(FileNotFoundError, match=f"'{source}' is no folder here, and no id"):
+                call()
 
 
 def test_a_saver_that_fails_leaves_the_old_files(opt, device, tmp_path, monkeypatch) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..models.experts import operand_shape, parameter_names
+from ..models.model_files import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import injection, peft
 from .adapter_config import (
@@ -267,15 +268,8 @@ def _files(
             f"{os.fspath(path_or_id)!r} is no folder; if it is a Hub repository, pass revision= "
             "with a commit hash or tag, so that what is loaded cannot change"
         )
-    from huggingface_hub import hf_hub_download
-
-    paths = [
-        hf_hub_download(
-            os.fspath(path_or_id), name, revision=revision, local_files_only=local_files_only
-        )
-        for name in (CONFIG, TENSORS)
-    ]
-    return Path(paths[0]), Path(paths[1])
+    source = os.fspath(path_or_id)
+    return tuple(hub_file(source, name, revision, local_files_only) for name in (CONFIG, TENSORS))
 
 
 def _read_factors(

@@ -142,7 +142,10 @@ def _check_modules(model: nn.Module, config: Any) -> None:
             continue
         for one in sorted(wanted):
             if not any(ends(name, one) for name in names):
-                raise ValueError(f"{key}: {one!r} is not found, no module has that name")
+                raise ValueError(
+                    f"{key}: {one!r} is not found, no module has that name; a model's experts are "
+                    "stacks that have LoRA without being named here, so name the other modules"
+                )
 
 
 def _check_bounded(config: dict[str, Any], file: Any) -> None:
@@ -222,21 +225,23 @@ def _inject(model: nn.Module, config: Any, adapter: str, dtype: torch.dtype) -> 
         experts.named_parameters = peft.ParameterListing(experts)  # with stacks that are in 4 bits
     before = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     configs, active = configurations(model), active_adapter(model)
-    if not configs:
-        model = get_peft_model(model, config, adapter_name=adapter)
-    elif adapter not in configs and isinstance(model, PeftModel):
-        model.add_adapter(adapter, config)
-    else:
-        entry = _joined(configs[adapter], config) if adapter in configs else config
-        inner = model.get_base_model() if isinstance(model, PeftModel) else model
-        with warnings.catch_warnings():  # of a second adapter, which is what was asked for
-            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+    with warnings.catch_warnings():
+        # Of a second adapter, which is what was asked for, and of patterns that PEFT itself adds.
+        for message in ("Already found a `peft_config`", "The following .*_pattern keys did not"):
+            warnings.filterwarnings("ignore", message=message)
+        if not configs:
+            model = get_peft_model(model, config, adapter_name=adapter)
+        elif adapter not in configs and isinstance(model, PeftModel):
+            model.add_adapter(adapter, config)
+        else:
+            entry = _joined(configs[adapter], config) if adapter in configs else config
+            inner = model.get_base_model() if isinstance(model, PeftModel) else model
             inject_adapter_in_model(config, inner, adapter)
-        configs[adapter] = entry
-        if active is not None:
-            set_adapter(model, active)
-            for parameter in model.parameters():  # PEFT has made the other one train
-                parameter.requires_grad_(before.get(id(parameter), adapter == active))
+            configs[adapter] = entry
+            if active is not None:
+                set_adapter(model, active)
+                for parameter in model.parameters():  # PEFT has made the other one train
+                    parameter.requires_grad_(before.get(id(parameter), adapter == active))
     for name, parameter in model.named_parameters():
         if id(parameter) not in before and ".lora_" in name:
             parameter.data = parameter.data.to(dtype)

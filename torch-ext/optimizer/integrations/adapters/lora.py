@@ -79,6 +79,7 @@ def attach_lora(
     adapter_name: str = "default",
     quantize: str | None = None,
     dtype: torch.dtype = torch.float32,
+    **unknown: Any,
 ) -> nn.Module:
     """Put LoRA on the experts of a transformers model, and on the modules that are named.
 
@@ -106,6 +107,7 @@ def attach_lora(
         quantize: a format of `quantize_experts`, "nf4" as a rule: put the experts into it first.
             They lose precision and cannot be merged into; None leaves them as they are.
         dtype: of the LoRA parameters, floating. float32 is PEFT's choice, over any base.
+        **unknown: refused, by the name it has here.
 
     Returns:
         The model; where PEFT was needed a PeftModel around it, for Trainer and TRL.
@@ -114,9 +116,15 @@ def attach_lora(
         ValueError: no experts, an unknown target, a name in use, an option that experts do not
             support, ranks that share the model out, a dtype that cannot train, or stacks that
             cannot be quantised here; nothing has changed then.
-        TypeError: peft_config is no LoraConfig, or model no module; nothing has changed then.
+        TypeError: an unknown keyword, peft_config is no LoraConfig or model no module; nothing has
+            changed then.
         ImportError: transformers is not installed, or PEFT where it is needed.
     """
+    for name in unknown:
+        remedy = OTHER_NAMES.get(
+            name, "if LoraConfig has it, pass peft_config=peft.LoraConfig(...)"
+        )
+        raise TypeError(f"attach_lora() got an unexpected keyword argument {name!r}; {remedy}")
     if quantize is not None:
         try:
             check_quantizable(model, quantize)
@@ -150,6 +158,15 @@ def attach_lora(
     return model
 
 
+NO_DROPOUT = (
+    "experts have no dropout, since a row of A serves all tokens of an expert; leave it out"
+)
+OTHER_NAMES = {
+    "alpha": "it is called lora_alpha",
+    "rank": "it is called r",
+    "lora_dropout": NO_DROPOUT,
+    "dropout": NO_DROPOUT,
+}
 DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}  # of attach_lora; None for the others
 
 

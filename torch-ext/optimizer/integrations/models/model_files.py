@@ -21,6 +21,22 @@ TRUE = ("1", "TRUE", "YES", "ON")  # of a variable of the environment
 QUANTIZED = "model-quantized.safetensors"  # of save_quantized; transformers looks for no such name
 
 
+def hub_file(source: str, name: str, revision: str | None, local_files_only: bool) -> Path:
+    """A file of a repository on the Hub, downloaded if it has to be, or FileNotFoundError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+
+    offline = local_files_only or os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE
+    try:
+        return Path(hf_hub_download(source, name, revision=revision, local_files_only=offline))
+    except RemoteEntryNotFoundError as error:  # no OSError, unlike its local counterpart
+        raise FileNotFoundError(f"{source} has no {name} on the Hub") from error
+    except HFValidationError as error:
+        raise FileNotFoundError(
+            f"{source!r} is no folder here, and no id of the Hub, which is 'owner/name'"
+        ) from error
+
+
 class ModelFiles:
     """The tensors of a checkpoint, a folder or a Hub id, by the names that the files have for them.
 
@@ -56,17 +72,7 @@ class ModelFiles:
             if not (self.folder / name).is_file():
                 raise FileNotFoundError(f"{self.folder} has no {name}")
             return self.folder / name
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import RemoteEntryNotFoundError
-
-        offline = self.local_files_only or os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE
-        try:
-            path = hf_hub_download(
-                self.source, name, revision=self.revision, local_files_only=offline
-            )
-        except RemoteEntryNotFoundError as error:  # no OSError, unlike its local counterpart
-            raise FileNotFoundError(f"{self.source} has no {name} on the Hub") from error
-        return Path(path)
+        return hub_file(self.source, name, self.revision, self.local_files_only)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
