@@ -16,10 +16,10 @@ from .._compare import assert_all_same_bits
 from .._gpu import capture
 
 
-def polar_express(opt, x: Tensor, steps: int) -> Tensor:
-    """The schedule `opt` derives, applied in float64 with dense products."""
-    x = x.double() / (1.02 * x.double().norm())
-    for a, b, c in opt.polar_express_coefficients(steps):
+def polar_express(opt, x: Tensor, steps: int, rows=None) -> Tensor:
+    """The schedule `opt` derives, or `rows`, applied in float64 with dense products."""
+    x = x.double() / ((1.0 if rows else 1.02) * x.double().norm())
+    for a, b, c in rows or opt.polar_express_coefficients(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -35,6 +35,7 @@ class PlainMuon:
     nesterov: bool = True
     momentum_form: str = "heavy_ball"
     ns_steps: int = 5
+    rows: list | None = None
     beta2: float | None = None
     adjust_lr_fn: str = "match_rms_adamw"
     weight_decay: float = 0.1
@@ -48,13 +49,15 @@ class PlainMuon:
         buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
         buffer.mul_(mu).add_(new * grad)
         direction = new * grad + mu * buffer if self.nesterov else buffer
-        update = polar_express(opt, direction, self.ns_steps)
+        update = polar_express(opt, direction, self.ns_steps, self.rows)
         if self.beta2 is not None:
             update = self._evened_out(update)
         rows, columns = self.param.shape
         original = math.sqrt(max(1.0, rows / columns))
         rms = 0.2 * math.sqrt(max(rows, columns))
-        rate = self.lr * {"original": original, "match_rms_adamw": rms}[self.adjust_lr_fn]
+        spectral = math.sqrt(rows / columns)
+        factors = {"original": original, "match_rms_adamw": rms, "spectral": spectral}
+        rate = self.lr * factors[self.adjust_lr_fn]
         mask = (update * self.param >= 0) | (not self.cautious)
         decay = (rate if self.shaped_decay else self.lr) * self.weight_decay
         self.param -= rate * update + decay * self.param * mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,9 +11,22 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from .._compare import assert_all_same_bits, assert_error_at_most
-from ._steps import TinyTransformer, marked, new_gradients, parameters, train, values
+from ._steps import (
+    PlainMuon,
+    TinyTransformer,
+    marked,
+    new_gradients,
+    parameters,
+    train,
+    values,
+)
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+EMA = {
+    "momentum_form": "ema",
+    "adjust_lr_fn": "original",
+    "rows": [KELLER_JORDAN] * 5,
+}
 
 
 @pytest.fixture
@@ -193,67 +205,28 @@ def test_trainer_makes_the_optimizer(opt, said, tmp_path, name) -> None:
     assert bool(said()) == (name == "Muon")
 
 
-def iterated(x: torch.Tensor, rows) -> torch.Tensor:
-    """Newton-Schulz in float64."""
-    x = x / x.norm()
-    for a, b, c in rows:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def adam(param, grads, *, lr, betas, eps, decay) -> torch.Tensor:
-    """Adam with decoupled decay, from zeros."""
-    one, two = torch.zeros_like(param), torch.zeros_like(param)
-    for step, grad in enumerate(grads, start=1):
-        one = betas[0] * one + (1 - betas[0]) * grad
-        two = betas[1] * two + (1 - betas[1]) * grad**2
-        corrected = two / (1 - betas[1] ** step)
-        param = param * (1 - lr * decay)
-        param = param - lr * one / (1 - betas[0] ** step) / (corrected.sqrt() + eps)
-    return param
-
-
-def muon(param, grads, *, lr, decay, mu, nesterov, ema, factor, rows) -> torch.Tensor:
-    """Momentum, iteration, rate by shape, decay by the raw rate."""
-    buffer = torch.zeros_like(param)
-    for grad in grads:
-        buffer = mu * buffer + (1 - mu if ema else 1) * grad
-        direction = (1 - mu if ema else 1) * grad + mu * buffer if nesterov else buffer
-        param = param * (1 - lr * decay) - lr * factor * iterated(direction, rows)
-    return param
-
-
-def original(rows: int, columns: int) -> float:
-    return math.sqrt(max(1, rows / columns))
-
-
-def all_by_muon(params, grads, factor, **rule) -> list[torch.Tensor]:
-    """`muon` of every parameter, at the rate times `factor(rows, columns)`."""
-    pairs = zip(params, grads, strict=True)
-    return [muon(p, g, **rule, factor=factor(*p.shape)) for p, g in pairs]
-
-
-def stepped(optimizer, params) -> list[list[torch.Tensor]]:
-    """Three steps; the gradients of every parameter."""
-    grads: list[list[torch.Tensor]] = [[] for _ in params]
+def assert_three_steps(opt, optimizer, params, muon, **adamw) -> None:
+    """Those of the rule with the options `muon` for matrices, of torch's AdamW for others."""
+    plain = {p: PlainMuon(p.detach().clone(), **muon) for p in params if p.dim() == 2}
+    others = {p: nn.Parameter(p.detach().clone()) for p in params if p.dim() != 2}
+    theirs = torch.optim.AdamW([*others.values(), nn.Parameter(torch.ones(1))], **adamw)
     for seed in range(3):
         new_gradients(params, seed=seed)
-        for kept, param in zip(grads, params, strict=True):
-            kept.append(param.grad.clone())
+        for param, rule in plain.items():
+            rule.step(opt, param.grad)
+        for param, twin in others.items():
+            twin.grad = param.grad.clone()
+        theirs.step()
         optimizer.step()
-    return grads
-
-
-def assert_updates(params, expected) -> None:
-    for param, want in zip(params, expected, strict=True):
-        assert_error_at_most(param.detach(), want, 1e-9)
+    for param, rule in plain.items():
+        assert_error_at_most(param.detach(), rule.param, 1e-9)
+    for param, twin in others.items():
+        assert_error_at_most(param.detach(), twin.detach(), 1e-9)
 
 
 def test_keller_jordans_groups(opt) -> None:
     """MuonWithAuxAdam's, with betas and eps, after the line that the refusal gives."""
     params = parameters([(12, 4), (4, 12), (5,)], dtype=torch.float64)
-    start = values(params)
     groups = [
         {"params": params[2:], "lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
         {"params": params[:2], "lr": 0.05, "momentum": 0.9, "use_muon": True},
@@ -269,11 +242,9 @@ def test_keller_jordans_groups(opt) -> None:
         adamw_eps=1e-10,
         lr=0.02,
     )
-    grads = stepped(optimizer, params)
-    rule = {"lr": 0.05, "decay": 0.0, "mu": 0.9, "nesterov": True, "ema": True}
-    expected = all_by_muon(start[:2], grads[:2], original, **rule, rows=[KELLER_JORDAN] * 5)
-    expected.append(adam(start[2], grads[2], lr=0.04, betas=(0.8, 0.95), eps=1e-10, decay=0.0))
-    assert_updates(params, expected)
+    rule = {"lr": 0.05, "weight_decay": 0.0, "momentum": 0.9, **EMA}
+    adamw = {"lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    assert_three_steps(opt, optimizer, params, rule, **adamw)
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -286,52 +257,40 @@ def test_a_third_argument_by_position(opt, name) -> None:
 
 def test_moonlights_constructor(opt) -> None:
     params = parameters([(12, 4), (5,)], dtype=torch.float64)
-    start = values(params)
     with pytest.raises(TypeError, match=r"for Moonlight's update write Muon\(\[\{'params': muon_p"):
         opt.Muon(lr=1e-3, wd=0.1, muon_params=params[:1], adamw_params=params[1:])
     optimizer = opt.Muon(
         marked(params, 1), lr=1e-3, weight_decay=0.1, ns_coefficients="keller_jordan"
     )
-    grads = stepped(optimizer, params)
-    rule = {"lr": 1e-3, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": False}
-    factor = 0.2 * math.sqrt(12)
-    expected = [muon(start[0], grads[0], **rule, factor=factor, rows=[KELLER_JORDAN] * 5)]
-    expected.append(adam(start[1], grads[1], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1))
-    assert_updates(params, expected)
+    shared = {"lr": 1e-3, "weight_decay": 0.1}
+    rule = {**shared, "rows": [KELLER_JORDAN] * 5}
+    assert_three_steps(opt, optimizer, params, rule, **shared, betas=(0.9, 0.95))
 
 
 @pytest.mark.parametrize("key", ["algorithm", "mu", "epsilon", "adjust_lr"])
 def test_dions_groups(opt, key) -> None:
     """Refused with the line whose update is that of dion's Muon."""
     params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
-    start = values(params)
     line = r"use_muon=True for algorithm='muon'.*nesterov=False, adjust_lr_fn='spectral'"
     with pytest.raises(ValueError, match=f"group 0: unknown key '{key}': .*{line}"):
         opt.Muon([{"params": params, "use_muon": True, key: 0.9}])
     if key != "algorithm":
         with pytest.raises(TypeError, match=line):
             opt.Muon(params, **{key: 0.9})
-    rule = {"nesterov": False, "adjust_lr_fn": "spectral", "ns_coefficients": "you"}
-    optimizer = opt.Muon(params, lr=0.01, momentum=0.95, weight_decay=0.01, **rule)
-    grads = stepped(optimizer, params)
+    rule = {"nesterov": False, "adjust_lr_fn": "spectral", "lr": 0.01, "weight_decay": 0.01}
+    optimizer = opt.Muon(params, momentum=0.95, ns_coefficients="you", **rule)
     rows = opt.COEFFICIENT_SETS["you"].rows
-    rule = {"lr": 0.01, "decay": 0.01, "mu": 0.95, "nesterov": False, "ema": False}
-    spectral = lambda rows, columns: math.sqrt(rows / columns)  # noqa: E731
-    assert_updates(params, all_by_muon(start, grads, spectral, **rule, rows=rows))
+    assert_three_steps(opt, optimizer, params, {**rule, "rows": rows})
 
 
 def test_torchs_groups(opt) -> None:
     """Groups of torch.optim.Muon hold all of its options; its update, in float64."""
     params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
-    start = values(params)
     theirs = torch.optim.Muon([nn.Parameter(p.detach().clone()) for p in params], lr=0.02)
     (group,) = theirs.param_groups
     optimizer = opt.Muon([{**group, "params": params}])
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
-    grads = stepped(optimizer, params)
-    rule = {"lr": 0.02, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": True}
-    expected = all_by_muon(start, grads, original, **rule, rows=[KELLER_JORDAN] * 5)
-    assert_updates(params, expected)
+    assert_three_steps(opt, optimizer, params, {"lr": 0.02, **EMA})
 
 
 def test_empty_groups_load_through_distributed_checkpoint(opt) -> None:

@@ -100,23 +100,24 @@ RUNS = [("nearest", torch.float32)] + [
 
 def after_1000_steps(opt, device, start, grad, kind, **options) -> dict:
     """(rounding, dtype) -> (32, 32) in float64, of every run with the same gradient throughout."""
-    found = {}
-    for how, dtype in RUNS:
-        param = nn.Parameter(start.to(device, dtype, copy=True))
-        group = {"kind": kind, "params": [param], "rounding": how, **options}
-        optimizer = opt.MuonAdamW([group | ({"beta2": None} if kind == "muon" else {})])
-        param.grad = grad.to(device, dtype)
-        for _ in range(1000):
-            optimizer.step()
-        found[how, dtype] = param.detach().double()
-    return found
+    params = [nn.Parameter(start.to(device, dtype, copy=True)) for _, dtype in RUNS]
+    options |= {"kind": kind} | ({"beta2": None} if kind == "muon" else {})
+    groups = [
+        {"params": [param], "rounding": how, **options}
+        for param, (how, _) in zip(params, RUNS, strict=True)
+    ]
+    optimizer = opt.MuonAdamW(groups)
+    for _ in range(1000):
+        for param in params:
+            param.grad = grad.to(device, param.dtype)
+        optimizer.step()
+    return {run: param.detach().double() for run, param in zip(RUNS, params, strict=True)}
 
 
 @pytest.mark.sees_defect("no master copy and no stochastic rounding")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-@pytest.mark.parametrize("rate", [1e-4, 5e-4, 2e-3])
-def test_decay_is_not_lost_over_1000_steps(opt, device, kind, rate) -> None:
-    """lr wd = rate alone, without gradients' help, against a float32 run.
+def test_decay_is_not_lost_over_1000_steps(opt, device, kind) -> None:
+    """lr wd = 5e-4 alone, without gradients' help, against a float32 run.
 
     To nearest, a decay below 2^-9 never moves a bfloat16 weight. Stochastic rounding is unbiased:
     a step adds a variance of at most (2^-8 p)^2 / 4, so over 1,000 steps the mean of n = 1024
@@ -124,15 +125,14 @@ def test_decay_is_not_lost_over_1000_steps(opt, device, kind, rate) -> None:
     makes the parameter the float32 one, rounded: at most 2^-9 off.
     """
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(1)) + 1
-    options = {"lr": rate, "weight_decay": 1.0}
+    options = {"lr": 5e-4, "weight_decay": 1.0}
     if kind == "muon":
         options |= {"ns_steps": 1, "cautious": False, "shaped_decay": False}
     runs = after_1000_steps(opt, device, start, torch.zeros(32, 32), kind, **options)
     results = {run: value.mean().item() for run, value in runs.items()}
     exact = results["nearest", torch.float32]
-    assert exact == pytest.approx(start.mean().item() * (1 - rate) ** 1000, rel=1e-3)
-    if rate < 2**-9:
-        assert results["nearest", torch.bfloat16] == start.bfloat16().double().mean().item()
+    assert exact == pytest.approx(start.mean().item() * (1 - 5e-4) ** 1000, rel=1e-3)
+    assert results["nearest", torch.bfloat16] == start.bfloat16().double().mean().item()
     budget = 6 * (1000 / start.numel()) ** 0.5 * 2**-9
     assert results["stochastic", torch.bfloat16] == pytest.approx(exact, rel=budget)
     assert results["residual", torch.bfloat16] == pytest.approx(exact, rel=2**-9)
@@ -215,29 +215,6 @@ def test_a_step_that_a_parameter_misses_is_counted(opt, device, name) -> None:
         param.grad = None
     optimizer.step()
     assert {optimizer.state[param]["rounding_step"].item() for param in params} == {4}
-
-
-@CLASSES
-@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
-@pytest.mark.parametrize("way", ["state_dict", "file"])
-def test_a_resumed_run_continues_bit_for_bit(opt, device, tmp_path, name, rounding, way) -> None:
-    params = make(device)
-    optimizer = build(opt, name, params, rounding=rounding, rounding_seed=7)
-    train(optimizer, params, 3)
-    twins = [nn.Parameter(param.detach().clone()) for param in params]
-    resumed = build(opt, name, twins)  # the options are part of what is saved
-    if way == "state_dict":
-        torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
-        resumed.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
-    else:
-        opt.save_optimizer(optimizer, tmp_path)
-        opt.load_optimizer(resumed, tmp_path)
-    train(optimizer, params, 3, seed=50)
-    train(resumed, twins, 3, seed=50)
-    for param, twin in zip(params, twins, strict=True):
-        assert_same_bits(param.detach(), twin.detach())
-        for key, value in optimizer.state[param].items():
-            assert_same_bits(resumed.state[twin][key], value)
 
 
 @CLASSES

@@ -43,12 +43,11 @@ def reference_only(dispatch):
 
 
 @pytest.mark.kernels_ci
-@CLASSES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("beta2", [None, 0.9])
 @pytest.mark.parametrize("cautious", [False, True])
 def test_a_step_has_the_bits_of_the_reference(
-    opt, device, reference_only, name, dtype, beta2, cautious
+    opt, device, reference_only, dtype, beta2, cautious
 ) -> None:
     """With second moments only their sums differ: by at most 24 float32 roundings of a step.
 
@@ -61,7 +60,7 @@ def test_a_step_has_the_bits_of_the_reference(
         with pytest.MonkeyPatch.context() as patch:
             if patched:
                 reference_only(patch)
-            train(every_cut(opt, name, params, beta2=beta2, cautious=cautious), params, STEPS)
+            train(every_cut(opt, "Muon", params, beta2=beta2, cautious=cautious), params, STEPS)
         results.append(values(params))
     neighbour = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for ours, theirs in zip(*results, strict=True):
@@ -74,20 +73,17 @@ def test_a_step_has_the_bits_of_the_reference(
 @pytest.mark.sees_defect(
     "updates are grouped by the float lr of their shape: a Tensor lr breaks or waits"
 )
-@CLASSES
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("where", ["cpu", "device"])
-def test_a_tensor_rate_has_the_bits_of_the_number(
-    opt, device, name, dtype, shape, where, narrow
-) -> None:
+def test_a_tensor_rate_has_the_bits_of_the_number(opt, device, dtype, shape, where, narrow) -> None:
     """Nor does a float64 rate widen the arithmetic of the parameters."""
     results = []
     rate = torch.full(shape, 0.02, dtype=dtype, device="cpu" if where == "cpu" else device)
     for lr in (rate.item(), rate):
         params = of_every_shape(narrow, device)
-        train(every_cut(opt, name, params, lr=lr), params, STEPS)
+        train(every_cut(opt, "MuonAdamW", params, lr=lr), params, STEPS)
         results.append(values(params))
     assert_all_same_bits(*results)
 
