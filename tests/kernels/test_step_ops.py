@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..conftest import module_fixture
 from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
 
 MODES = ("nearest", "stochastic", "residual")
@@ -266,6 +265,11 @@ def int16(*shape):
     return torch.zeros(shape, dtype=torch.int16)
 
 
+def wild(lists) -> None:
+    strided = torch.zeros((3,) * 7, device=lists[0][0].device)[(slice(None, None, 2),) * 7]
+    lists[:] = [[strided], [strided.clone()], [strided]]
+
+
 # (op, change of its lists, options, error, message); the second parameter is bfloat16 where both
 # are (6, 4) in apply_update.
 MOMENTS = {"beta2": 0.9}
@@ -275,6 +279,9 @@ BREAKS = [
     ("momentum", put(0, torch.Tensor.int), {}, TypeError, r"grads\[1\] must be one of .* got .*32"),
     ("momentum", put(0, None), {}, TypeError, r"grads\[1\] must be a tensor"),
     ("momentum", put(1, lambda x: x[:1].expand(6, 4)), {}, ValueError, r"buffers\[1\] is expanded"),
+    ("momentum", wild, {}, ValueError, "only contiguous tensors may have more than 6"),
+    ("momentum", None, {"form": "nesterov"}, ValueError, r"form must be one of .* got 'nesterov'"),
+    ("momentum", None, {"scale": (3,)}, ValueError, r"scale must be \(2,\) float32, got \(3,\)"),
     ("apply_update", pop(1), {}, ValueError, "updates has 1 entries and params has 2"),
     ("apply_update", None, {"factors": [1.0]}, ValueError, "factors has 1 entries for 2"),
     ("apply_update", put(1, lambda x: x.mT), {}, ValueError, r"updates\[1\] has shape \(4, 6\)"),
@@ -353,68 +360,29 @@ def test_opcheck(ops, device, name, mode):
     torch.library.opcheck(getattr(ops, name).default, (*lists, *scalars, *tail))
 
 
-momentum = module_fixture("kernels", "momentum")
-
-
-@pytest.fixture(scope="module")
-def expect(submodule):
-    """`expect(grads, buffers, out dtypes, ...)`: the reference, tensor by tensor, on the CPU."""
-    reference = submodule("reference.update")
-
-    def run(grads, buffers, dtypes, *, mu=0.95, nesterov=True, form="heavy_ball", scale=None):
-        buffers, out, directions = copies(buffers), [], []
-        for k, (grad, buffer) in enumerate(zip(copies(grads), buffers, strict=True)):
-            ema = form == "ema"
-            direction = reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=ema)
-            directions.append(direction)
-            scaled = direction if scale is None else direction * scale[k].cpu()
-            out.append(scaled.to(dtypes[k % len(dtypes)]))
-        return buffers, out, directions
-
-    return run
-
-
-def outputs(tensors, dtypes, layout="plain"):
-    return [
-        LAYOUTS[layout](torch.empty(x.shape, dtype=dtypes[k % len(dtypes)], device=x.device))
-        for k, x in enumerate(tensors)
-    ]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_amax_and_sum_of_squares(momentum, expect, device, layout):
+def test_amax_and_sum_of_squares(op_of, device, layout):
     """amax is exact. Squares: 16 per thread one by one, then trees of 32 and 8; 32 roundings."""
-    shapes = (*SHAPES, (301, 997))
-    grads = draw(shapes, torch.float32, seed=0, layout=layout, device=device)
-    buffers = draw(shapes, torch.float32, seed=1, layout=layout, device=device)
-    _, _, directions = expect(grads, buffers, [torch.float16])
-    stats = momentum(
-        grads, buffers, outputs(grads, [torch.float16]), mu=0.95, nesterov=True, form="heavy_ball"
-    )
+    op, shapes = op_of("momentum"), (*SHAPES, (301, 997))
+    wide = op.lists(shapes, device, layout=layout)
+    op.call(*wide, **op.options)
+    stats = op.call(*op.lists(shapes, device, others=torch.float16, layout=layout), **op.options)
     assert stats.shape == (len(shapes), 2) and stats.dtype == torch.float32
-    for (amax, squares), direction in zip(stats.tolist(), directions, strict=True):
+    for (amax, squares), direction in zip(stats.tolist(), wide[2], strict=True):
         exact = direction.double()
         assert amax == (exact.abs().max().item() if exact.numel() else 0.0)
         total = exact.square().sum().item()
         assert abs(squares - total) <= 32 * 2.0**-24 * total
 
 
-def test_stats_do_not_depend_on_the_other_entries(momentum, device):
+def test_stats_do_not_depend_on_the_other_entries(op_of, device):
     """Nor on how many launches there are."""
-    count = 400
+    op, count = op_of("momentum"), 400
     shapes = [(k % 60 + 1, 37 * (k % 60) + 1) for k in range(count)]
-    grads = draw(shapes, torch.float32, seed=0, device=device)
-    buffers = draw(shapes, torch.float32, seed=1, device=device)
-    options = {"mu": 0.95, "nesterov": True, "form": "heavy_ball"}
+    lists = op.lists(shapes, device, others=torch.float16)
 
     def run(chosen):
-        picked = [grads[k] for k in chosen]
-        return momentum(
-            picked,
-            copies([buffers[k] for k in chosen], device),
-            outputs(picked, [torch.float16]),
-            **options,
-        )
+        return op.call(*(copies([x[k] for k in chosen], device) for x in lists), **op.options)
 
     together = run(range(count))
     assert_same([run(range(count))], [together])
@@ -423,29 +391,10 @@ def test_stats_do_not_depend_on_the_other_entries(momentum, device):
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
-def test_nan_and_inf_stay_in_their_tensor(momentum, expect, device, bad):
-    grads = draw([(300, 5), (7,), (4096,)], torch.float32, seed=0, device=device)
-    buffers = draw([(300, 5), (7,), (4096,)], torch.float32, seed=1, device=device)
-    grads[0][170, 3] = bad
-    out = outputs(grads, [torch.float32])
-    expected = expect(grads, buffers, [torch.float32])
-    stats = momentum(grads, buffers, out, mu=0.95, nesterov=True, form="heavy_ball")
-    assert_same(buffers, expected[0])
-    assert_same(out, expected[1])
+def test_nan_and_inf_stay_in_the_stats_of_their_tensor(op_of, device, bad):
+    op = op_of("momentum")
+    lists = op.lists([(300, 5), (7,), (4096,)], device)
+    lists[0][0][170, 3] = bad
+    stats = op.call(*lists, **op.options)
     assert not stats[0].isfinite().any() and stats[1:].isfinite().all()
     assert stats[0].isnan().all() == (bad != bad)
-
-
-def three(device, shape=(6, 4)):
-    return [[torch.ones(shape, device=device) for _ in range(2)] for _ in range(3)]
-
-
-def test_more_errors(momentum, device):
-    lists = three(device)
-    with pytest.raises(ValueError, match=r"form must be one of .* got 'nesterov'"):
-        momentum(*lists, mu=0.9, nesterov=True, form="nesterov")
-    with pytest.raises(ValueError, match=r"scale must be \(2,\) float32, got \(3,\)"):
-        momentum(*lists, mu=0.9, nesterov=True, form="ema", scale=torch.ones(3, device=device))
-    wild = torch.zeros((3,) * 7, device=device)[(slice(None, None, 2),) * 7]
-    with pytest.raises(ValueError, match="only contiguous tensors may have more than 6"):
-        momentum([wild], [wild.clone()], [wild], mu=0.9, nesterov=True, form="ema")
