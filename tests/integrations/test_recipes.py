@@ -27,7 +27,7 @@ from torch.distributed import checkpoint
 from .._compare import assert_error_at_most
 from ..conftest import ROOT
 from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
-from ..optimizers.test_other_groups import KELLER_JORDAN, adam, assert_updates, muon, stepped
+from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..test_readme import blocks
 from ._trainers import samples, settings, tokenizer
 
@@ -347,7 +347,6 @@ def test_llama_factory(opt, contract) -> None:
     contract.load("llama-factory.md")
     assert not started  # only as __main__
     params = parameters([(12, 4), (5,)], dtype=torch.float64)
-    start = values(params)
     optimizer = theirs.Muon(
         lr=1e-3,
         wd=0.1,
@@ -356,12 +355,9 @@ def test_llama_factory(opt, contract) -> None:
         adamw_betas=(0.8, 0.9),
         adamw_eps=1e-6,
     )
-    grads = stepped(optimizer, params)
-    rule = {"lr": 1e-3, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": False}
-    rows = [KELLER_JORDAN] * 5
-    expected = [muon(start[0], grads[0], **rule, factor=0.2 * 12**0.5, rows=rows)]
-    expected.append(adam(start[1], grads[1], lr=1e-3, betas=(0.8, 0.9), eps=1e-6, decay=0.1))
-    assert_updates(params, expected)
+    shared = {"lr": 1e-3, "weight_decay": 0.1}
+    rule = {**shared, "rows": [KELLER_JORDAN] * 5}
+    assert_three_steps(opt, optimizer, params, rule, **shared, betas=(0.8, 0.9), eps=1e-6)
 
 
 def test_llama_factory_v1(opt, contract) -> None:
