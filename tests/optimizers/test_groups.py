@@ -312,6 +312,18 @@ def test_groups_are_added_by_add_param_group_alone(opt, change, ask) -> None:
     assert all(torch.equal(p, before) for p, before in zip(params, kept, strict=True))
 
 
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_group_keeps_its_kind(opt, use_muon) -> None:
+    optimizer = opt.Muon([{"params": [matrix()], "use_muon": use_muon}])
+    optimizer.step()
+    optimizer.param_groups[0]["use_muon"] = not use_muon
+    for ask in (optimizer.step, optimizer.state_dict, optimizer.report):
+        with pytest.raises(ValueError, match="group 0: a group .* has '.*'; a group keeps its kind"):
+            ask()
+    optimizer.param_groups[0]["use_muon"] = use_muon
+    optimizer.step()
+
+
 def test_parameters_without_a_shape_or_memory_of_their_own_are_refused(opt) -> None:
     with pytest.raises(ValueError, match="not initialized; run the model once"):
         opt.Muon(torch.nn.LazyLinear(4).parameters())

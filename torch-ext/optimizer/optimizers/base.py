@@ -165,7 +165,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         states = {}
         self.adopt_all()
         for number, group in enumerate(self.param_groups):
-            options = self.format.options(group)
+            options = self.format.options(group, f"group {number}")
             for where, param, name in self.labelled(number):
                 slots = self.slots(param, name, options, where)
                 held = self.state.get(param, {})
@@ -180,8 +180,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         Before the first step it has no state.
         """
         self._check_count()
-        for group in self.param_groups:
-            self.format.settle(group)
+        for number, group in enumerate(self.param_groups):
+            self.format.options(group, f"group {number}")
         params = [param for group in self.param_groups for param in group["params"]]
         if self.has_state() and not all(param in self.state for param in params):
             self.fit_state()  # of a group that was added since the last step
@@ -242,7 +242,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 )
             self.format.check_saved(saved, group, type(self).__name__, where)
             merged.append(unmasked_options(saved, group, where))
-            options = self.format.options(merged[-1], check_as=where)
+            options = self.format.options(merged[-1], where, check=True)
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
                 slots = self.slots(param, name, options, here)

@@ -569,7 +569,7 @@ class MuonBase(OffloadingOptimizer):
             others = {**group, "params": None}  # which a trainer may yet replace
             seen = [*others, *others.values()]
             if last is None or not same_objects(seen, last.seen):
-                options = self.format.options(group)
+                options = self.format.options(group, f"group {number}")
                 values = fingerprint(options)
                 if last is None or values != last.fingerprint:
                     options = self.format.recheck(group, f"group {number}")

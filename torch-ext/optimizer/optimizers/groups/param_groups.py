@@ -91,17 +91,26 @@ class Format:
                 group[key] = (group.pop("momentum"), *group[key][1:])
 
     def options(
-        self, group: dict[str, Any], check_as: str | None = None
+        self, group: dict[str, Any], where: str = "group", *, check: bool = False
     ) -> MuonOptions | AdamWOptions:
         """The group's options as they are now; schedulers may have changed them.
 
-        With `check_as`, a name for messages, they are checked, which may read a Tensor lr.
+        With `check` they are checked, which may read a Tensor lr.
+
+        Raises:
+            ValueError: an option is gone, as where the mark of a group was changed.
         """
         self.settle(group)
-        kind = self.kind(group)
-        values = {name: group[key] for name, key in self._keys_of_options[kind]}
-        if check_as is not None:
-            OPTIONS[kind](**values).check(check_as)
+        kind = self.kind(group, where)
+        try:
+            values = {name: group[key] for name, key in self._keys_of_options[kind]}
+        except KeyError as missing:
+            raise ValueError(
+                f"{where}: a group of kind {kind!r} has {missing}; a group keeps its kind and its "
+                "options, and others are added with add_param_group"
+            ) from None
+        if check:
+            OPTIONS[kind](**values).check(where)
         for name in ("lr", "weight_decay"):
             value = values[name]
             dense = isinstance(value, Tensor) and value.layout == torch.strided
@@ -113,7 +122,7 @@ class Format:
         """The options of a group that changed: tidied in place and checked; no Tensor is read."""
         for key in self.keys(self.kind(group)):
             group[key] = tidy(key, group[key])
-        options = self.options(group)
+        options = self.options(group, where)
         options.check(where, read_lr=False)
         return options
 
@@ -166,7 +175,7 @@ class Format:
             completed[key] = tidy(key, group[key] if key in group else defaults[source])
         own = {"params", "names", "use_muon", "kind", *sources}  # every other key is the caller's
         completed |= {key: group[key] for key in group if key not in own}
-        options = self.options(completed, where)
+        options = self.options(completed, where, check=True)
         if self.shares_lr and isinstance(options, MuonOptions):
             _warn_of_rate(options)
         return completed, names
