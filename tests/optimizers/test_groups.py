@@ -318,7 +318,7 @@ def test_a_group_keeps_its_kind(opt, use_muon) -> None:
     optimizer.step()
     optimizer.param_groups[0]["use_muon"] = not use_muon
     for ask in (optimizer.step, optimizer.state_dict, optimizer.report):
-        with pytest.raises(ValueError, match="group 0: a group .* has '.*'; a group keeps its kind"):
+        with pytest.raises(ValueError, match=r"^group 0: .* a group keeps its kind"):
             ask()
     optimizer.param_groups[0]["use_muon"] = use_muon
     optimizer.step()

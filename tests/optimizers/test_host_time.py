@@ -22,7 +22,7 @@ KINDS = {
     "adamw": {"use_muon": False},
 }
 CALLS_PER_SHAPE = 85
-CALLS_PER_STEP = 230  # of which torch's own wrapper of `step` makes 60
+CALLS_PER_STEP = 235  # of which torch's own wrapper of `step` makes 60
 
 
 @pytest.fixture
