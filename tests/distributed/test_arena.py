@@ -92,7 +92,7 @@ def run_steps(transport, counts, alive: int, seed: int, steps: int = 3) -> list[
         lease.give()
 
     for step in range(steps):
-        transport.begin()
+        transport.begin(early=False)
         held = []
         for number, (going, coming) in enumerate(transport.pairs):
             outbox = torch.cat(
@@ -133,7 +133,7 @@ def test_the_same_slots_in_every_step(opt) -> None:
     def places(transport) -> list[list[int]]:
         seen = []
         for _ in range(3):
-            transport.begin()
+            transport.begin(early=False)
             seen.append([])
             for going, coming in transport.pairs:
                 lease = transport.inbox(coming)

@@ -90,6 +90,8 @@ def trained(opt: Any, backwards: int, passes: int, to_none: bool, pushed: int) -
         plain.zero_grad(set_to_none=to_none)
     for index, (param, other) in enumerate(zip(params, expected, strict=True)):
         assert bits(param) == bits(other), f"parameter {index}"
+    early = [row["what"] for row in rows if "begun in backward" in row["reason"]]
+    assert bool(early) == bool(found.get("begun"))
     found["in place"] = sum("pushed from where it lies" in row["reason"] for row in rows)
     assert {row["transport"] for row in rows} == {"p2p"}
     return found

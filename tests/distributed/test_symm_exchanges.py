@@ -224,7 +224,7 @@ def soak(opt: Any, exchanges: int) -> dict[str, Any]:
         which, k = number % 2, number // 2 % 6
         engine, pairs = engines[which]
         if k == 0:
-            engine.begin()
+            engine.begin(early=False)
         going, coming = pairs[k]
         outbox = outboxes[which][k]
         outbox.fill_((number + 17 * rank) % 251)

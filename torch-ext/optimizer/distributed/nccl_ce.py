@@ -193,7 +193,7 @@ class CopyEngineCollectives:
     def inbox(self, coming: Message) -> None:
         """Messages are taken out of the window into any memory."""
 
-    def begin(self) -> None:
+    def begin(self, *, early: bool) -> None:
         """Nothing is kept from step to step."""
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ class Identity:
     def settle(self, traffic: Traffic, options: TransportOptions, *, together: bool) -> None:
         """Nothing travels."""
 
-    def begin(self) -> None:
+    def begin(self, *, early: bool = False) -> None:
         """Start a step."""
 
     def inbox(self, coming: Message) -> Lease | None:
@@ -191,15 +191,24 @@ class GroupTransport:
         """1 on the device as long as every exchange arrived, else 0; None where that is raised."""
         return None if self._direct is None else self._direct.alive
 
-    def begin(self) -> None:
-        """Start a step: all memory is free."""
+    def begin(self, *, early: bool = False) -> None:
+        """Start a step: all memory is free.
+
+        `early`: in backward. Then the next `check` is of what was launched before, since it would
+        wait for the backward passes of other ranks.
+        """
         if self._direct is not None:
-            self._direct.begin()
+            self._direct.begin(early=early)
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was late in what was launched before; waits for that."""
         if self._direct is not None:
             self._direct.check()
+
+    def begin_early(self, coming: Message) -> None:
+        """A message is exchanged in backward."""
+        assert isinstance(self._direct, PeerToPeer)
+        self._direct.begin_early(coming)
 
     # What is chosen for a plan.
 

@@ -114,6 +114,7 @@ class Arena:
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._alive = torch.ones((), dtype=torch.float32, device=device)
         self._stream, self._seen = None, self._status
+        self._noted: torch.cuda.Event | None = None  # behind the last copy of the status
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=HIGH)
             self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # of the status
@@ -188,10 +189,15 @@ class Arena:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def late_rank(self) -> int | None:
-        """The rank that an exchange gave up waiting for; waits for what was launched."""
-        self.note_status()
-        if self._stream is not None:
-            self._stream.synchronize()
+        """The rank that an exchange gave up waiting for; waits for what was launched.
+
+        Not for what was launched behind a `note_status` that nobody has read yet.
+        """
+        if self._noted is None:
+            self.note_status()
+        if self._noted is not None:
+            self._noted.synchronize()
+            self._noted = None
         return self.noted_late_rank()
 
     def note_status(self) -> None:
@@ -200,6 +206,7 @@ class Arena:
             # On its own stream: what the current one has to do may take long.
             with torch.cuda.stream(self._stream):
                 self._seen.copy_(self._status, non_blocking=True)
+            self._noted = self._stream.record_event()
 
     def noted_late_rank(self) -> int | None:
         """As `late_rank`, of those exchanges whose status has come to the host."""

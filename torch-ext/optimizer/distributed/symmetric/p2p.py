@@ -94,12 +94,13 @@ class PeerToPeer:
         self.barriers = 0  # exchanges that only said that a slot was read
         self.without: set[int] = set()  # ids of messages that found no slot free
         self.in_place: set[int] = set()  # ids of messages with which this rank sent parts
+        self.early: set[int] = set()  # ids of messages that were exchanged in backward
 
     def follow(self, renamed: Mapping[int, int]) -> None:
         """Take other messages in the place of those before, whose ids are given with the new."""
         self._offsets = {renamed[key]: found for key, found in self._offsets.items()}
         self._copies, self._places, self._times = {}, {}, {}
-        self.without, self.in_place = set(), set()
+        self.without, self.in_place, self.early = set(), set(), set()
 
     def inbox(self, coming: Message) -> Lease | None:
         """A slot for a message; None if it goes another way, or none is free."""
@@ -131,8 +132,9 @@ class PeerToPeer:
         return None
 
     def how(self, coming: Message) -> str:
-        """What a report adds of a message: whether the other ranks' outboxes were not needed."""
-        return "; pushed from where it lies" if id(coming) in self.in_place else ""
+        """What a report adds of a message: how this rank sent it."""
+        place = "; pushed from where it lies" if id(coming) in self.in_place else ""
+        return place + ("; begun in backward" if id(coming) in self.early else "")
 
     def milliseconds(self, coming: Message) -> float | None:
         """How long its last exchange took, if it has ended."""
@@ -146,10 +148,16 @@ class PeerToPeer:
     def give(self, slot: int) -> None:
         self.slots.free(slot, self.arena.launched)
 
-    def begin(self) -> None:
+    def begin(self, *, early: bool) -> None:
         """Start a step: all slots are free, and nothing of one that failed is still read."""
+        if early:
+            self.arena.note_status()
         self.slots.begin(self.arena.launched)
         self.arena.order()
+
+    def begin_early(self, coming: Message) -> None:
+        """A message is exchanged in backward."""
+        self.early.add(id(coming))
 
     def exchange(
         self, going: Message, outbox: Tensor | Sequence[Tensor], coming: Message, inbox: Tensor

@@ -82,6 +82,7 @@ class InBackward:
             if chunk.device.type == "cuda":
                 for stream in {self._whole[param] for param in params}:
                     torch.cuda.current_stream(chunk.device).wait_stream(stream)
+            chunk.team.transport.begin_early(chunk.route.gathered)
             everything = [True] * len(chunk.members)
             contributions = Contributions(chunk, everything, [*chunk.route.owned], self.run)
             contributions.launch()

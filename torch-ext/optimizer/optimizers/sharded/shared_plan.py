@@ -484,7 +484,7 @@ class Shared:
         """
         run = None if self.in_backward is None else self.in_backward.taken()
         if run is None:
-            self._free_memory()
+            self._free_memory(early=False)
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(self.chunks)
         self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
@@ -501,14 +501,14 @@ class Shared:
         """Start the next step before it is called; None before the first one."""
         if self._last is None:
             return None
-        self._free_memory()
+        self._free_memory(early=True)
         self.graphs.begin(on=False)  # a capture in a thread of autograd would see its kernels
         return replace(self._last, remaining=Counter(), begun={})
 
-    def _free_memory(self) -> None:
+    def _free_memory(self, *, early: bool) -> None:
         self.staging.begin()
         for team in self.teams_in_use:
-            team.transport.begin()
+            team.transport.begin(early=early)
 
     @cached_property
     def teams_in_use(self) -> list[Team]:
