@@ -46,15 +46,6 @@ def assert_same_tensors(
         assert_same_bits(actual[name], tensor)
 
 
-def assert_semi_orthogonal(x: torch.Tensor, low: float, high: float) -> None:
-    """All singular values of each matrix of x (..., m, n) lie in [low, high]."""
-    values = torch.linalg.svdvals(x.double())
-    smallest, largest = values.min().item(), values.max().item()
-    assert low <= smallest and largest <= high, (
-        f"singular values in [{smallest:.4f}, {largest:.4f}], expected [{low}, {high}]"
-    )
-
-
 def fail_at(monkeypatch, place, name: str, number: int, error: BaseException) -> list[tuple]:
     """The function raises at that call; the list gets the arguments of every call."""
     real, calls = getattr(place, name), []

@@ -164,11 +164,6 @@ def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
     assert harness.cases.swept(leader) == {"lr": 2e-3, "loss": 3.0}
 
 
-def test_a_curve_has_means_at_their_seconds(harness) -> None:
-    found = harness.pretraining.averaged([4.0, 2.0, 3.0, 1.0, 8.0], 10.0, 5.0, 2)
-    assert found == [(12.0, 3.0), (14.0, 2.0), (15.0, 8.0)]
-
-
 def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
     entry = harness.cases
     earlier = json.loads(written.read_text())
@@ -287,12 +282,6 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
         if digest != harness.sources.sources_digest(entry, root)
     }
     assert changed == {"end_to_end of experts"}
-
-
-def test_a_row_at_the_edge_says_so(harness) -> None:
-    row = dataclasses.replace(training(harness, "muon"), lr_at_edge=True)
-    assert "at the edge of the sweep" in harness.cases.line(row)
-    assert "not timed" in harness.cases.line(harness.report.failed("gpt-124M/muon"))
 
 
 def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:

@@ -1,4 +1,6 @@
-"""The Python blocks of README and of every page for users run as they stand, page by page."""
+"""The Python blocks of README and of every page for users run as they stand, page by page.
+
+The names of moe-lora.md's table exist, and every function of the predecessor stands in it."""
 
 from __future__ import annotations
 
@@ -87,27 +89,7 @@ def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> No
     assert "Use `version=<major>`" in str(error.value)
 
 
-def test_design_snippet_runs(opt) -> None:
-    """The first lines of use: default groups from a model, both optimizers, one step each."""
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
-    groups = opt.muon.get_default_muon_param_groups(model)
-    muon = opt.Muon(groups, lr=2e-3, weight_decay=0.1)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    muon_adamw = opt.MuonAdamW(
-        [
-            {"kind": "muon", "params": matrices, "lr": 0.02},
-            {"kind": "adamw", "params": vectors, "lr": 3e-3},
-        ]
-    )
-    for optimizer in (muon, muon_adamw):
-        before = [p.detach().clone() for p in model.parameters()]
-        model(torch.randn(4, 16)).square().mean().backward()
-        optimizer.step()
-        assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_code_runs(opt, device, tmp_path) -> None:
+def test_the_code_of_nf4_runs(opt, device, tmp_path) -> None:
     from .integrations._models import build, tokens
 
     page = (ROOT / "docs/concepts/nf4.md").read_text()
@@ -126,3 +108,52 @@ def test_code_runs(opt, device, tmp_path) -> None:
     assert found["offload"].is_on
     ids = tokens(found["model"]).to(device)
     assert found["model"](ids).logits.isfinite().all()
+
+
+MOE_PAGE = (ROOT / "docs/concepts/moe-lora.md").read_text()
+TABLE = MOE_PAGE[MOE_PAGE.index("## From axolotl's scattermoe_lora") :]
+ROWS = [line.split("|")[1:3] for line in TABLE.splitlines() if line.startswith("| ")][1:]
+
+# Every public name of the predecessor's package, and the private ones that callers have used.
+PREDECESSOR = """
+flatten_sort_count scatter2scatter group group_bwd_W single2scatter round_expert_counts
+scatter2scatter_lora scatter2scatter_lora_dX _compute_lora_input_grad group_bwd_lora
+group_bwd_lora_fused ScatterMoELoRA ParallelLinear parallel_linear_lora ParallelExperts set_lora
+clear_lora get_lora_params_from_wrapper peft_lora_B_to_scattermoe peft_lora_to_scattermoe
+peft_down_proj_lora_to_scattermoe _unwrap_experts_lora _unwrap_gate_lora HFScatterMoEGatedMLP
+ScatterMoEGatedMLP get_active_experts remap_expert_indices selective_dequant_nf4_triton
+_selective_dequant_bnb4 selective_expert_weights selective_lora_weights _use_selective_dequant
+register_kernel_mapping PytorchProfilerCallback
+"""
+
+
+def test_the_code_of_moe_lora_runs(opt, monkeypatch, repo_id) -> None:
+    import kernels
+
+    blocks = re.findall(r"^```python\n(.*?)^```", MOE_PAGE, re.M | re.S)
+    assert len(blocks) == 2 and repo_id in blocks[0]
+    monkeypatch.setattr(kernels, "get_kernel", lambda *args, **options: opt)
+    found: dict = {}
+    exec("\n".join(blocks), found)
+    assert found["reference"].shape == (4, 10, 64)
+    assert found["out"].shape == (10, 64) and bool(found["out"].isfinite().all())
+
+
+def test_every_function_of_the_predecessor_is_mapped() -> None:
+    assert not [
+        name for name in PREDECESSOR.split() if not any(f"`{name}`" in row for row, _ in ROWS)
+    ]
+
+
+def test_names_on_our_side_exist(opt) -> None:
+    named = {
+        name
+        for _, ours in ROWS
+        for name in re.findall(r"`((?:moe|layers|integrations)\.\w+|nf4_\w+)", ours)
+    }
+    assert len(named) > 15
+    for name in sorted(named):
+        target = opt
+        for part in name.split("."):
+            target = getattr(target, part)
+        assert callable(target), name

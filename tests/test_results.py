@@ -400,22 +400,6 @@ def test_orthogonalize_rows_are_by_the_clock(harness):
     assert "not timed" in entry.line(harness.report.failed("1x2x2/heavy"), found)
 
 
-def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
-    write, passed = harness.report.write, harness.report.passed
-    cases = [problem.case for problem in harness.orthogonalize.listed()[:2]]
-    rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
-    rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
-    path = checkout / "benchmarks/results/h200/orthogonalize.json"
-    harness.copy_sources("orthogonalize", checkout)
-    digest = harness.sources.sources_digest("orthogonalize", checkout)
-    write(path, HEAD | {"sources": digest}, rows)
-    harness.plots.draw(checkout)
-    page = (checkout / "docs/benchmarks/h200-orthogonalize.md").read_text()
-    assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in page and "zoo/" not in page
-    assert harness.plots.findings(checkout) == []
-    assert "[gram_polynomial]" in path.with_suffix(".svg").read_text()
-
-
 def test_rows_of_one_figure(harness, checkout):
     """communication.json: values with targets, met or missed, on a page and in a plot."""
     entry, plots, rate = harness.communication, harness.plots, "of a copy's rate"

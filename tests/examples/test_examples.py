@@ -320,36 +320,6 @@ def test_damaged_checkpoint_is_refused_in_words(
     assert str(store.newest()) in str(refused.value) and "--resume" in str(refused.value)
 
 
-def test_kernels_are_those_of_the_groups_own_options(demo, opt) -> None:
-    def matrices(count: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-        return [torch.nn.Parameter(torch.zeros(6, 12, dtype=dtype)) for _ in range(count)]
-
-    muon, double = {"kind": "muon", "lr": 0.1}, torch.float64
-    optimizer = opt.MuonAdamW(
-        [
-            muon | {"params": matrices(2, torch.float32), "method": "newton_schulz", "ns_steps": 7},
-            muon | {"params": matrices(1, torch.float32), "dtype": torch.bfloat16},
-            muon | {"params": matrices(3, double)},
-            muon | {"params": matrices(1, double), "momentum_dtype": torch.bfloat16},
-            {"kind": "adamw", "params": [torch.nn.Parameter(torch.zeros(3))], "lr": 0.1},
-        ]
-    )
-    package = demo("package").Package(opt, "org/name", 1, "variant", "", True, "")
-    lines = demo("report").kernels_that_ran(package, optimizer)["MuonAdamW"]
-    for line, start in zip(
-        lines,
-        [
-            "org/name version 1, variant",
-            "2 matrices of 6 x 12: newton_schulz, 7 steps, float32 iterates",
-            "1 matrix of 6 x 12: polar_express, 5 steps, bfloat16 iterates",
-            "3 matrices of 6 x 12: polar_express, 5 steps, float64 iterates",
-            "1 matrix of 6 x 12: gram_newton_schulz, 5 steps, float32 iterates",
-        ],
-        strict=True,
-    ):
-        assert line.startswith(start)
-
-
 def test_split_depends_on_relative_paths_alone(demo, corpus: Path, tmp_path: Path) -> None:
     def read(folder: Path):
         cpu = torch.device("cpu")
@@ -368,13 +338,6 @@ def test_split_depends_on_relative_paths_alone(demo, corpus: Path, tmp_path: Pat
     for path in corpus.iterdir():  # every file is whole, and on one side only
         text = path.read_bytes()
         assert (text in held_out) != (text in train)
-
-
-def test_grid_grows_evenly_at_its_edge(demo) -> None:
-    grow = demo("sweep").beyond_the_edge
-    assert grow({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}) == []
-    assert grow({1e-3: 2.0, 2e-3: 1.5, 4e-3: 1.0}) == [8e-3]
-    assert grow({1e-3: 1.0, 2e-3: 1.5, 4e-3: float("inf")}) == [5e-4]
 
 
 def test_steps_to_counts_from_the_first_evaluation_at_the_loss(demo) -> None:

@@ -1,6 +1,6 @@
-"""Runs of transformers' Trainer and of TRL's SFTTrainer over 4-bit experts, which can be killed.
+"""A run of TRL's SFTTrainer over 4-bit experts, which can be killed, and what trainers are given.
 
-`python -m tests.integrations._trainers KIND FOLDER STEP` dies by SIGKILL after STEP.
+`python -m tests.integrations._trainers FOLDER STEP` dies by SIGKILL after STEP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 
 from ._models import build
 
-STEPS, SAVE_EVERY = 20, 5
+STEPS, SAVE_EVERY = 12, 3
 
 
 def samples() -> list[list[int]]:
@@ -43,7 +43,7 @@ def settings(folder: Path, device: torch.device) -> dict[str, Any]:
         "max_steps": STEPS,
         "save_steps": SAVE_EVERY,
         "logging_steps": 1,
-        "learning_rate": 1e-2,
+        "learning_rate": 3e-2,
         "per_device_train_batch_size": 2,
         "report_to": "none",
         "disable_tqdm": True,
@@ -53,34 +53,21 @@ def settings(folder: Path, device: torch.device) -> dict[str, Any]:
     }
 
 
-def trainer_of(
-    opt: Any, kind: str, folder: Path, device: torch.device, model: torch.nn.Module | None = None
-) -> Any:
-    """A trainer of a fresh PEFT model over packed experts, on our kernels; None for 4-bit ones."""
+def trainer_of(opt: Any, folder: Path, device: torch.device) -> Any:
+    """TRL's trainer of a fresh PEFT model over 4-bit experts, on our kernels."""
     import datasets
+    import trl
 
-    if model is None:
-        model = build("qwen3_moe").to(device)
-        opt.integrations.quantize_experts(model)
+    model = build("qwen3_moe").to(device)
+    opt.integrations.quantize_experts(model)
     torch.manual_seed(7)  # of PEFT's factors
-    options = settings(folder, device)
-    if kind == "Trainer":
-        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
-        trainer = transformers.Trainer(
-            peft.get_peft_model(model, lora()),
-            transformers.TrainingArguments(**options),
-            train_dataset=datasets.Dataset.from_list(rows),
-        )
-    else:
-        import trl
-
-        trainer = trl.SFTTrainer(
-            model,
-            trl.SFTConfig(**options, gradient_checkpointing=False),
-            train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()]),
-            processing_class=tokenizer(),
-            peft_config=lora(),
-        )
+    trainer = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**settings(folder, device), gradient_checkpointing=False),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()]),
+        processing_class=tokenizer(),
+        peft_config=lora(),
+    )
     opt.integrations.use_in_transformers(trainer.model)
     return trainer
 
@@ -101,7 +88,7 @@ def losses(trainer: Any) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-def main(kind: str, folder: str, step: str) -> None:
+def main(folder: str, step: str) -> None:
     from kernels import get_kernel
 
     class Kill(transformers.TrainerCallback):
@@ -113,7 +100,7 @@ def main(kind: str, folder: str, step: str) -> None:
     device = torch.device(os.environ["TRAINER_DEVICE"])
     opt = get_kernel(name, version=1, backend=device.type, trust_remote_code=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    trainer = trainer_of(opt, kind, Path(folder), device)
+    trainer = trainer_of(opt, Path(folder), device)
     trainer.add_callback(Kill())
     trainer.train()
 

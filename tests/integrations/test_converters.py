@@ -7,20 +7,23 @@ from their published descriptions.
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors
-from ..optimizers._steps import new_gradients, parameters, polar_express, train
+from ..optimizers._steps import NANOCHAT, PlainMuon, new_gradients, parameters, train
 
 MATRICES = [(12, 6), (12, 6), (6, 12), (12, 6)]
 OTHERS = [(9, 3), (5,)]
 NAMES = ["a.w", "b.w", "c.w", "d.w", "table", "bias"]
 # float64 on both sides; our norm, our bias correction and the order of sums differ in last digits.
 BUDGET = 1e-7
+
+
+def zeros(state: dict, name: str, like: torch.Tensor) -> torch.Tensor:
+    return state.setdefault(name, torch.zeros_like(like))
 
 
 class Motif(torch.optim.Optimizer):
@@ -35,23 +38,18 @@ class Motif(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
+            options = {key: group[key] for key in ("lr", "momentum", "nesterov", "ns_steps")}
             for param in (p for p in group["params"] if p.grad is not None):
-                rule = self._matrix if group["use_muon"] else self._vector
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                rule(param, self.state[param], group)
-
-    def _matrix(self, param, state, group) -> None:
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(param))
-        buffer.mul_(group["momentum"]).add_(param.grad)
-        direction = param.grad + group["momentum"] * buffer if group["nesterov"] else buffer
-        update = polar_express(self.opt, direction, group["ns_steps"])
-        param.sub_(group["lr"] * 0.2 * math.sqrt(max(param.shape)) * update)
-
-    def _vector(self, param, state, group) -> None:
-        names = ("moment1", "moment2")
-        m, v = (state.setdefault(name, torch.zeros_like(param)) for name in names)
-        step = state.setdefault("step", torch.zeros((), dtype=torch.float32))
-        adam(param, m, v, step, group["lr"], group["adamw_betas"], group["adamw_eps"])
+                state, decay = self.state[param], group["weight_decay"]
+                if group["use_muon"]:
+                    kept = {"momentum": zeros(state, "momentum_buffer", param)}
+                    rule = PlainMuon(param, **options, weight_decay=decay, state=kept)
+                    rule.step(self.opt, param.grad)
+                    continue
+                param.mul_(1 - group["lr"] * decay)
+                m, v = (zeros(state, name, param) for name in ("moment1", "moment2"))
+                step = state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                adam(param, m, v, step, group["lr"], group["adamw_betas"], group["adamw_eps"])
 
 
 class Nanochat(torch.optim.Optimizer):
@@ -70,31 +68,22 @@ class Nanochat(torch.optim.Optimizer):
             for param in group["params"]:
                 state = self.state[param]
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                names = ("exp_avg", "exp_avg_sq")
-                m, v = (state.setdefault(name, torch.zeros_like(param)) for name in names)
+                m, v = (zeros(state, name, param) for name in ("exp_avg", "exp_avg_sq"))
                 count = torch.tensor(float(state.get("step", 0)))
                 adam(param, m, v, count, group["lr"], group["betas"], group["eps"])
                 state["step"] = int(count)
 
     def _stack(self, params, group) -> None:
         rows, columns = params[0].shape
-        axis = -1 if rows >= columns else -2
         grads, state = torch.stack([p.grad for p in params]), self.state[params[0]]
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(grads))
-        buffer.lerp_(grads, 1 - group["momentum"])
-        directions = grads.lerp(buffer, group["momentum"])
-        updates = torch.stack([polar_express(self.opt, d, group["ns_steps"]) for d in directions])
-        mean = updates.square().mean(axis, keepdim=True)
-        second = state.setdefault("second_momentum_buffer", torch.zeros_like(mean))
-        second.lerp_(mean, 1 - group["beta2"])
-        scaled = updates * second.clamp_min(1e-10).rsqrt()
-        norms = (x.flatten(1).norm(dim=1)[:, None, None] for x in (updates, scaled))
-        before, after = norms
-        updates = scaled * (before / after.clamp_min(1e-10))
-        lr = group["lr"] * math.sqrt(max(1.0, rows / columns))
-        for param, update in zip(params, updates, strict=True):
-            mask = (update * param >= 0).to(param.dtype)
-            param.sub_(lr * update + lr * group["weight_decay"] * param * mask)
+        buffer = zeros(state, "momentum_buffer", grads)
+        mean = grads[:, :, :1] if rows >= columns else grads[:, :1]
+        second = zeros(state, "second_momentum_buffer", mean)
+        names = ("lr", "momentum", "ns_steps", "beta2", "weight_decay")
+        options = NANOCHAT | {name: group[name] for name in names}
+        for param, momentum, moments in zip(params, buffer, second, strict=True):
+            kept = {"momentum": momentum, "second": moments}
+            PlainMuon(param, **options, state=kept).step(self.opt, param.grad)
 
 
 def adam(param, m, v, step, lr, betas, eps) -> None:

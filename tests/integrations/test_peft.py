@@ -541,19 +541,18 @@ def test_peft_refuses_experts_with_lora_of_ours(opt, device, how: str) -> None:
     peft.get_peft_model(model, config)
 
 
-KILLED_AFTER = 13
+KILLED_AFTER = 8
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(opt, device, forks, kind, tmp_path) -> None:
-    whole = trainer_of(opt, kind, tmp_path / "whole", device)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(opt, device, forks, tmp_path) -> None:
+    whole = trainer_of(opt, tmp_path / "whole", device)
     whole.train()
     expected = losses(whole)
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert expected[STEPS] < expected[1] - 0.3
 
     killed = forks.run(
-        *("-m", "tests.integrations._trainers", kind, tmp_path / "killed", KILLED_AFTER),
+        *("-m", "tests.integrations._trainers", tmp_path / "killed", KILLED_AFTER),
         folder=ROOT,
         environment=os.environ | {"TRAINER_DEVICE": device.type, "OMP_NUM_THREADS": "1"},
     )
@@ -562,7 +561,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(opt, device, forks, kind, tm
     kept = load_file(last / "adapter_model.safetensors")
     assert any("experts" in key for key in kept) and any("q_proj" in key for key in kept)
 
-    resumed = trainer_of(opt, kind, tmp_path / "killed", device)
+    resumed = trainer_of(opt, tmp_path / "killed", device)
     resumed.train(resume_from_checkpoint=str(last))
     assert losses(resumed) == expected
     theirs = load_file(tmp_path / "whole" / f"checkpoint-{STEPS}" / "adapter_model.safetensors")

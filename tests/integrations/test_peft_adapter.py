@@ -377,7 +377,7 @@ def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     draw = random.Random(0)
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "0", "_"]
     hits = 0
-    for _ in range(20_000):
+    for _ in range(8_000):
         parts = [draw.choice(atoms) + draw.choice(["", "", "", "*", "+", "?"]) for _ in range(4)]
         pattern = draw.choice(["", "", "^"]) + "".join(parts) + draw.choice(["", "", "$"])
         name = "".join(draw.choice("ab.0_") for _ in range(draw.randint(0, 7)))
@@ -385,7 +385,7 @@ def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
         expected = get_pattern_key([pattern], name) == pattern
         assert (config.by_pattern(rules, name, 0) == 1) == expected, (pattern, name)
         hits += expected
-    assert hits > 1000
+    assert hits > 400
 
 
 @pytest.mark.parametrize(

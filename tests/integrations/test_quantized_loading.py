@@ -419,13 +419,6 @@ def test_experts_of_bitsandbytes_are_refused(opt, tmp_path) -> None:
     assert_same_bits(logits(loaded), logits(model.eval()))
 
 
-def test_the_description_is_readable(opt, quantized, tmp_path) -> None:
-    """Everything beside the tensors is what transformers writes."""
-    opt.integrations.save_quantized(quantized, tmp_path)
-    assert set(files(tmp_path)) == {WEIGHTS, "config.json", "generation_config.json"}
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-
-
 def from_pretrained(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 

@@ -6,7 +6,6 @@ memory, compiled code."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 
 import pytest
@@ -569,20 +568,6 @@ def test_compiled_layer_follows_its_adapters(moe, device):
     with layer.expert_lora.disabled():
         assert_same_bits(compiled(*inputs), layer(*inputs))
     assert_same_bits(compiled(*inputs), with_lora)
-
-
-def test_deepcopy_shares_nothing(moe, device):
-    layer, x, ids, gates, _ = LayerProblem(bias=True).drawn(moe, device)
-    inputs = (x, ids, gates)
-    expected = layer(*inputs)
-    twin = copy.deepcopy(layer)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert_same_bits(layer(*inputs), expected)
-    assert torch.count_nonzero(twin(*inputs)) == 0
-    twin.load_state_dict(layer.state_dict())
-    assert_same_bits(twin(*inputs), expected)
 
 
 @pytest.mark.sees_defect(

@@ -63,13 +63,6 @@ def test_initialization(moe):
     assert A.requires_grad and B.requires_grad
 
 
-@pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
-def test_scaling(moe, rslora, expected):
-    made = moe.LoraProjection(2, 3, 3)
-    made.add_adapter("default", 4, 16, rslora=rslora)
-    assert made.factors().scaling == expected
-
-
 def test_one_adapter_of_several_is_in_use(moe, projection):
     assert projection.adapters == ["first", "second"] and projection.active == "first"
     projection.set_adapter("second")
@@ -277,15 +270,6 @@ def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
     assert_same_bits(layer.call(), trained)
     layer.expert_lora.set_adapter(None)
     assert_same_bits(layer.call(), base)
-
-
-def test_merge_of_a_stack_is_all_or_nothing(moe, device, layer):
-    before = layer.gate_up_proj.clone()
-    layer.expert_lora["down"].lora_B["default"].weight.data.fill_(float("inf"))
-    with pytest.raises(ValueError, match="NaN or inf"):
-        layer.merge()
-    assert not layer.expert_lora.merged
-    assert_same_bits(layer.gate_up_proj, before)
 
 
 def test_merge_and_unload(moe, device, layer):

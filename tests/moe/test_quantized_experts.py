@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -223,92 +224,55 @@ def routed(opt, ids, experts):
     return opt.moe.expert_sort(torch.tensor(ids), experts)
 
 
-class FakeState(SimpleNamespace):
-    """What bitsandbytes' QuantState shows, without bitsandbytes."""
+def parametrized(shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
+    """A module whose gate_up_proj bitsandbytes has parametrized, and what that decodes to.
 
+    By the format's definition: the whole stack must not be decoded by bitsandbytes.
+    """
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    functional = pytest.importorskip("bitsandbytes.functional")
+    module = nn.Module()
+    module.gate_up_proj = nn.Parameter(draw_weights(shape))
+    options = {"compress_statistics": nested, "quant_type": quant_type, "blocksize": 32}
+    parametrize.replace_parameter_4bit(module, "gate_up_proj", **options)
+    entry = module.parametrizations["gate_up_proj"]
+    state, packed = entry[0].quant_state, entry.original.detach().reshape(-1)
+    absmax = state.absmax
+    if nested:
+        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+    numel = math.prod(shape)
+    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[:numel]
+    expected = (state.code[nibble.long()] * absmax[torch.arange(numel) // 32]).reshape(shape)
+    entry.original = nn.Parameter(packed.view(storage).reshape(-1, 1), False)
 
-class Decoder(nn.Module):
-    def __init__(self, state) -> None:
-        super().__init__()
-        self.quant_state = state
-
-    def forward(self, packed):
+    def refuse(packed):
         raise AssertionError("the whole stack was decoded")
 
-
-def parametrized(opt, shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
-    """(module with a parametrized gate_up_proj, what it decodes to)."""
-    experts = opt.moe.QuantizedExperts.from_weight(
-        draw_weights(shape), blocksize=32, nested=nested, quant_type=quant_type
-    )
-    record = experts.quantized_weight()
-    state = FakeState(
-        absmax=record.tensors["absmax"].data,
-        shape=torch.Size(shape),
-        blocksize=32,
-        quant_type=quant_type,
-        nested=nested,
-        state2=None,
-        offset=None,
-    )
-    if nested:
-        state.offset = record.tensors["absmax_offset"].data[0]
-        state.state2 = FakeState(
-            absmax=record.tensors["absmax_scale"].data,
-            code=record.tensors["absmax_code"].data,
-            blocksize=256,
-        )
-    module = nn.Module()
-    entries = nn.ModuleList([Decoder(state)])  # as torch's ParametrizationList
-    entries.original = nn.Parameter(record.packed.data.view(storage).reshape(-1, 1), False)
-    module.parametrizations = nn.ModuleDict({"gate_up_proj": entries})
-    return module, experts.decode(dtype=torch.float32)
+    entry[0].forward = refuse
+    return module, expected
 
 
 @pytest.mark.parametrize("storage", (torch.uint8, torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
 @pytest.mark.parametrize("nested", (False, True))
-def test_parametrized_experts_are_recognised_by_their_attributes(
-    opt, weights, nested, quant_type, storage
+@pytest.mark.parametrize("shape", (SHAPE, (3, 16, 64)), ids=str)
+def test_bitsandbytes_experts_are_recognised_by_their_attributes(
+    weights, shape, nested, quant_type, storage
 ):
-    module, expected = parametrized(
-        opt, SHAPE, nested=nested, storage=storage, quant_type=quant_type
-    )
+    module, expected = parametrized(shape, nested=nested, storage=storage, quant_type=quant_type)
     record = weights.expert_weight(module, "gate_up_proj")
     found = (record.shape, record.format.blocksize, record.format.nested)
-    assert found == (SHAPE, 32, nested)
-    assert_same_bits(record.decode(dtype=torch.float32), expected)
-    seen = record.transpose(1, 2).decode(torch.tensor([3, 0]), torch.float32)
-    assert_same_bits(seen, expected[[3, 0]].transpose(1, 2))
-
-
-@pytest.mark.parametrize("nested", (False, True))
-@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
-@pytest.mark.parametrize("shape", (SHAPE, (3, 16, 64)), ids=str)
-def test_real_bitsandbytes_experts(opt, weights, shape, quant_type, nested):
-    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    module = nn.Module()
-    module.gate_up_proj = nn.Parameter(draw_weights(shape))
-    parametrize.replace_parameter_4bit(
-        module, "gate_up_proj", compress_statistics=nested, quant_type=quant_type
-    )
-    record = weights.expert_weight(module, "gate_up_proj")
-    actual = record.decode(dtype=torch.float32)
-    entry = module.parametrizations["gate_up_proj"]
-    state, packed = entry[0].quant_state, entry.original.reshape(-1)
-    absmax = state.absmax
-    if nested:
-        functional = pytest.importorskip("bitsandbytes.functional")
-        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[: actual.numel()]
-    block = torch.arange(nibble.numel()) // state.blocksize
-    expected = (state.code[nibble.long()] * absmax[block]).reshape(shape)
-    assert torch.equal(actual, expected)  # +0 and -0 are equal: FP4 has both
+    assert found == (shape, 32, nested)
+    # +0 and -0 are equal: FP4 has both
+    assert torch.equal(record.decode(dtype=torch.float32), expected)
+    some = torch.tensor([2, 0])
+    seen = record.transpose(1, 2).decode(some, torch.float32)
+    assert torch.equal(seen, expected[some].transpose(1, 2))
 
 
 @pytest.mark.sees_defect("the shape of a projection is guessed from the hidden size")
-def test_shape_comes_from_the_caller_where_the_state_has_none(opt, weights):
-    module, expected = parametrized(opt, SHAPE)
+def test_shape_comes_from_the_caller_where_the_state_has_none(weights):
+    module, expected = parametrized(SHAPE)
     state = module.parametrizations["gate_up_proj"][0].quant_state
     state.shape = torch.Size((expected.numel(),))
     with pytest.raises(ValueError, match=r"pass shape=\(E, N, K\)"):
@@ -320,7 +284,7 @@ def test_shape_comes_from_the_caller_where_the_state_has_none(opt, weights):
 
 
 @pytest.mark.sees_defect("formats that nobody knows are returned whole")
-def test_unknown_formats_are_refused(opt, weights):
+def test_unknown_formats_are_refused(weights):
     module = nn.Module()
     module.down_proj = nn.Parameter(torch.zeros(2, 3, 4).to(torch.float8_e4m3fn), False)
     with pytest.raises(ValueError, match=r"float8_e4m3fn \(2, 3, 4\)"):
@@ -328,19 +292,21 @@ def test_unknown_formats_are_refused(opt, weights):
     module.down_proj = nn.Parameter(torch.zeros(12, 1, dtype=torch.uint8), False)
     with pytest.raises(ValueError, match="neither a dense weight"):
         weights.expert_weight(module, "down_proj")
-    packed, _ = parametrized(opt, SHAPE)
+    packed, _ = parametrized(SHAPE)
     packed.parametrizations["gate_up_proj"].append(nn.Identity())
-    with pytest.raises(ValueError, match=r"Decoder, Identity.*call use_in_transformers\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"Bnb4bitParametrization, Identity.*use_in_transformers\(model\)"
+    ):
         weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(opt, SHAPE, nested=True)
+    packed, _ = parametrized(SHAPE, nested=True)
     packed.parametrizations["gate_up_proj"][0].quant_state.state2.blocksize = 128
     with pytest.raises(ValueError, match="in blocks of 128"):
         weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(opt, SHAPE)
+    packed, _ = parametrized(SHAPE)
     packed.parametrizations["gate_up_proj"][0].quant_state.quant_type = "int4"
     with pytest.raises(ValueError, match="quant_type must be one of"):
         weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(opt, SHAPE)
+    packed, _ = parametrized(SHAPE)
     state = packed.parametrizations["gate_up_proj"][0].quant_state
     state.absmax = state.absmax.to("meta")
     with pytest.raises(ValueError, match="absmax on meta, but the packed bytes are on cpu"):
