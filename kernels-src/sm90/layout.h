@@ -1,6 +1,6 @@
 #pragma once
-// Where things lie in shared memory and in registers, as wgmma and TMA want them. Arithmetic only,
-// compiled for the host as well, where tests compare it with the tables of the PTX ISA.
+// Where things lie in shared memory and in registers, as wgmma and TMA want them: arithmetic only,
+// after the tables of the PTX ISA.
 //
 // Everything is made of blocks of 64 lines of 128 bytes, each the box of one TMA copy: 64 x 64
 // elements of 16 bits whose 16-byte chunks are XORed with the line modulo 8 (128-byte swizzle).
@@ -52,17 +52,6 @@ OPTIMIZER_HD bool is_above_diagonal(int row, int col) {
 // Stages of k, from the first on, that rows of the block of `row` find below the diagonal.
 OPTIMIZER_HD int stages_below_diagonal(int row) {
   return row / kUpperSide * (kUpperSide / kBlockSide);
-}
-
-// Accumulators of m64nNk16: register 4 j + 2 half + e of a thread of the warpgroup holds this
-// element of the 64 x N tile (PTX ISA, "Accumulator D").
-struct Element {
-  int row;
-  int col;
-};
-OPTIMIZER_HD Element accumulator_element(int thread, int reg) {
-  const int warp = thread / 32, lane = thread % 32;
-  return {warp * 16 + reg / 2 % 2 * 8 + lane / 4, reg / 4 * 8 + lane % 4 * 2 + reg % 2};
 }
 
 // The first register of the pair that matrix q (0 to 3, see below) has in columns [16 j, 16 j +

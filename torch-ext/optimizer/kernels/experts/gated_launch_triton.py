@@ -142,7 +142,6 @@ def gated_forward(
             width,
             rank,
             experts,
-            rows,
             order.tiles.shape[0],
             count,
             2 * first // tile.columns,
@@ -339,7 +338,7 @@ def packing(
     """
     found = list(factors)
     if copied(factors, x) <= room_for_gradients(order, x):
-        found = [beside_itself(factor, x) for factor in factors]
+        found = [room_to_pack(factor, x) for factor in factors]
     apart = [(f, target) for f, target in zip(factors, found, strict=True) if target is not f]
     if not apart:
         yield found
@@ -351,7 +350,7 @@ def packing(
         yield found
 
 
-def beside_itself(factor: Tensor | None, x: Tensor) -> Tensor | None:
+def room_to_pack(factor: Tensor | None, x: Tensor) -> Tensor | None:
     """Room for a packed copy in x's dtype; the factor where it needs none."""
     if factor is None or not is_scattered(factor):
         return factor
@@ -412,7 +411,7 @@ def gated_experts_triton(layer: GatedLayer, keeps: bool) -> tuple[Tensor, Tensor
     xa1 = x.new_empty((total, first.rank))
     own1, own2 = factor1, factor2 = [None if one.b is None else one.b.mT for one in (first, second)]
     if copied((own1, own2), x) <= room_for_gradients(order, x):
-        factor1, factor2 = (beside_itself(own, x) for own in (own1, own2))
+        factor1, factor2 = (room_to_pack(own, x) for own in (own1, own2))
     signals, early = overlaps(x.device) and order.tiles.shape[0] > 0, False
     if first.lora is not None:
         options = {"scaling": first.scaling, "fan": order.top_k}

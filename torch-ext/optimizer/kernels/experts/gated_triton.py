@@ -48,7 +48,7 @@ def _gate_and_up(tile, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N
     return tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
 
 
-@triton.jit(do_not_specialize=["total_rows", "tile_count"])
+@triton.jit(do_not_specialize=["tile_count"])
 def _gated_forward(  # noqa: PLR0913
     x,  # rows of K
     weight,  # (E, K, 2I)
@@ -63,7 +63,6 @@ def _gated_forward(  # noqa: PLR0913
     width,  # I
     rank,
     experts,
-    total_rows,
     tile_count,
     column_tiles,  # of this launch
     first_tile,
@@ -174,7 +173,7 @@ def _columns(tile, piece: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _piece_backward(  # noqa: PLR0913
+def _piece_backward(
     total,  # (BLOCK_M, C): the gradient of h before its gate
     first,  # of the C columns
     gate_of_row,  # (BLOCK_M,)
@@ -188,7 +187,6 @@ def _piece_backward(  # noqa: PLR0913
     KEEPS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
     """Store the gradients of gate and up, and h; <total, h> of these columns (BLOCK_M,)."""
     COLUMNS: tl.constexpr = total.shape[1]
@@ -327,7 +325,6 @@ def _gated_backward(  # noqa: PLR0913
             KEEPS,
             INTERLEAVED,
             KIND,
-            WIDEN,
         )
     if DOTS:
         tl.store(dots + column_tile * total_rows + slot, products, mask=inside)

@@ -30,7 +30,6 @@ _SCAN_CHUNKS = 128
 _SCAN_GROUPS = 16
 _FILL = 256
 KINDS = {name: kind for kind, name in enumerate((*ELEMENTWISE, "gpt_oss"))}
-_SILU = tl.constexpr(KINDS["silu"])
 _GELU = tl.constexpr(KINDS["gelu"])
 _GELU_TANH = tl.constexpr(KINDS["gelu_tanh"])
 _RELU = tl.constexpr(KINDS["relu"])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts.gated_launch_triton import gradient_of_gates, row_sum
+from ..experts.gated_launch_triton import gradient_of_gates, room_to_pack, row_sum
 from ..experts.grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
 from ..experts.grouped_lora import ExpertWeights, GatedLayer
 from ..experts.rows_triton import KINDS, _activation, _factor, combine_triton, glu_triton
@@ -38,7 +38,7 @@ def gated_quantized_experts_triton(
     """Launch the forward; options and results as in `gated_quantized_experts`."""
     x, first, second, order = layer.x, layer.first, layer.second, layer.order
     own = [None if one.b is None else one.b.mT for one in (first, second)]
-    factors = [_room_to_pack(factor, x) for factor in own]
+    factors = [room_to_pack(factor, x) for factor in own]
 
     def low(rows_in: Tensor, one: ExpertWeights, fan: int) -> Tensor:
         xa = x.new_empty((order.slots.shape[0], one.rank))
@@ -97,7 +97,7 @@ def gated_quantized_experts_backward_triton(
     dots = torch.empty(total if wants_gates else 0, dtype=torch.float32, device=x.device)
     dx = x.new_empty(x.shape if wants_x else 0)
     own = [None if b is None else b.mT for b in (b1, b2)]
-    factors = [_room_to_pack(factor, x) for factor in own]
+    factors = [room_to_pack(factor, x) for factor in own]
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
 
     def product(urgent_rows: Tensor, stack: Stack, low: tuple, out: Tensor, fan: int):
@@ -154,15 +154,8 @@ def _in_one_place(x: Tensor, rows: int, *widths: int) -> list[Tensor]:
     return [flat[: rows * width].view(rows, width) for width in widths]
 
 
-def _room_to_pack(factor: Tensor | None, x: Tensor) -> Tensor | None:
-    """Room for a copy in x's dtype of a factor whose elements lie apart; else the factor."""
-    if factor is None or not is_scattered(factor):
-        return factor
-    return torch.empty(factor.shape, dtype=x.dtype, device=x.device)
-
-
 def _pack(factor: Tensor | None, room: Tensor | None) -> None:
-    """Fill what `_room_to_pack` gave."""
+    """Fill what `room_to_pack` gave."""
     if room is not factor:
         reorder(factor, room)
 
