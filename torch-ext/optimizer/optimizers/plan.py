@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from types import NoneType
@@ -149,6 +149,7 @@ class Plan:
     rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
     shared: Shared  # what several ranks work on
     on_device: OnDevice
+    rated: list[Any] = field(default_factory=lambda: [[], {}])  # options, and rates by them
 
     @property
     def labelled(self) -> list[list[tuple[str, Tensor]]]:

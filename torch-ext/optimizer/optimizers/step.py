@@ -201,7 +201,6 @@ class MuonBase(OffloadingOptimizer):
         self._ranks = ranks
         self._plan: Plan | None = None
         self._known: list[KnownOptions] = []  # per group
-        self._rates: tuple[Any, ...] = (None, [], {})  # plan and options, and what they give
         super().__init__(params, defaults)
         self._warn_of_unmatched()
 
@@ -212,7 +211,7 @@ class MuonBase(OffloadingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._known, self._rates = None, [], (None, [], {})
+        self._plan, self._known = None, []
         self._ranks.consistency.mend()
 
     def _check_group(
@@ -583,12 +582,12 @@ class MuonBase(OffloadingOptimizer):
         self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
     ) -> dict[int, Rate]:
         """id of a chunk -> its rate. Options with a Tensor or a function are new in every step."""
-        of_plan, of_options, rates = self._rates
-        if plan is not of_plan or not same_objects(options, of_options):
+        rated_for, rates = plan.rated
+        if not same_objects(options, rated_for):
             rates = rates_of(plan.shared, options)
             for group, chunks in zip(options, plan.chunks, strict=True):
                 rates |= {id(c): rate_of(group, *c.matrix, c.device) for c in chunks}
-            self._rates = plan, options, rates
+            plan.rated[:] = options, rates
         return rates
 
     def _drop_gradients(self) -> None:
