@@ -142,58 +142,40 @@ class LowContention:
 
     def all_gather(self, out: Tensor, inp: Tensor, dim: int = 0) -> Pending:
         """See `all_gather_lc`."""
-        ranks, rank = self._arena.ranks, self._arena.rank
-        outer, row = self._check(out, inp, dim)
-        source = _rows(inp, outer, row)
-        slot = self._take()
+        dim, rank = self._check(out, inp, dim), self._arena.rank
+        slot, size = self._take(), inp.shape[dim]
 
-        def place(of: int) -> Tensor:
-            whole = self._arena.slot(of, slot)[: outer * row * ranks].view(outer, ranks * row)
-            return whole[:, rank * row : (rank + 1) * row]
+        def whole(of: int) -> Tensor:
+            return _as(self._arena.slot(of, slot), out.dtype, out.shape)
 
-        others = self._arena.others()
-        here = self._arena.slot(rank, slot)[: outer * row * ranks]
         return self._begin(
             slot,
             inp,
-            [place(other) for other in others],
-            [source] * len(others),
-            (place(rank), source),
-            here,
-            lambda: out.copy_(_as(here, out)),
+            lambda of: (whole(of).narrow(dim, rank * size, size), inp.detach()),
+            whole(rank),
+            lambda: out.copy_(whole(rank)),
         )
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, op: str, dim: int = 0) -> Pending:
         """See `reduce_scatter_lc`."""
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}")
-        ranks, rank = self._arena.ranks, self._arena.rank
-        outer, row = self._check(inp, out, dim)
-        whole, part = _rows(inp, outer, row * ranks), outer * row
-        slot = self._take()
+        dim, rank = self._check(inp, out, dim), self._arena.rank
+        slot, size = self._take(), out.shape[dim]
 
-        def of_rank(other: int) -> Tensor:
-            return whole[:, other * row : (other + 1) * row]
-
-        def place(of: int) -> Tensor:
-            return self._arena.slot(of, slot)[rank * part : (rank + 1) * part].view(outer, row)
-
-        others = self._arena.others()
-        here = self._arena.slot(rank, slot)[: ranks * part]
+        def parts(of: int) -> Tensor:
+            return _as(self._arena.slot(of, slot), out.dtype, (self._arena.ranks, *out.shape))
 
         def finish() -> Tensor:
-            parts = here.view(out.dtype).view(ranks, *out.shape)
             reduce = torch.sum if op == "sum" else torch.mean
-            reduce(parts, 0, out=out)
+            reduce(parts(rank), 0, out=out)
             return out
 
         return self._begin(
             slot,
             inp,
-            [place(other) for other in others],
-            [of_rank(other) for other in others],
-            (place(rank), of_rank(rank)),
-            here,
+            lambda of: (parts(of)[rank], inp.detach().narrow(dim, of * size, size)),
+            parts(rank),
             finish,
         )
 
@@ -222,13 +204,14 @@ class LowContention:
         self,
         slot: int,
         inp: Tensor,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        own: tuple[Tensor, Tensor],
-        here: Tensor,
+        pair: Callable[[int], tuple[Tensor, Tensor]],  # target and source of what a rank gets
+        arriving: Tensor,
         finish: Callable[[], Tensor],  # writes the result out of the slot
     ) -> Pending:
-        done = self._arena.exchange(targets, sources, own, here)
+        arena, pairs = self._arena, [pair(rank) for rank in self._arena.others()]
+        targets, sources = ([one[k] for one in pairs] for k in range(2))
+        bytes_here = arriving.reshape(-1).view(torch.uint8)
+        done = arena.exchange(targets, sources, pair(arena.rank), bytes_here)
         self._arena.note_status()
 
         def finished() -> Tensor:
@@ -240,8 +223,8 @@ class LowContention:
         self._open[slot] = pending = Pending(done, inp, finished)
         return pending
 
-    def _check(self, whole: Tensor, part: Tensor, dim: int) -> tuple[int, int]:
-        """(outer, bytes of a row): a part is so many rows of a whole that has them side by side."""
+    def _check(self, whole: Tensor, part: Tensor, dim: int) -> int:
+        """The dimension along which the parts of all ranks make a whole."""
         ranks = self._arena.ranks
         if whole.dtype != part.dtype or not part.is_floating_point():
             raise TypeError(
@@ -260,8 +243,7 @@ class LowContention:
             )
         if not whole.is_contiguous() or not part.is_contiguous():
             raise ValueError("out and inp must be contiguous; call .contiguous() first")
-        outer = math.prod(part.shape[:dim])
-        return outer, math.prod(part.shape[dim:]) * part.element_size()
+        return dim
 
     def _take(self) -> int:
         slot = self._slots.take()
@@ -272,10 +254,6 @@ class LowContention:
         return slot
 
 
-def _rows(tensor: Tensor, outer: int, row: int) -> Tensor:
-    """The bytes of a contiguous tensor, (outer, row)."""
-    return tensor.detach().reshape(-1).view(torch.uint8).view(outer, row)
-
-
-def _as(memory: Tensor, like: Tensor) -> Tensor:
-    return memory.view(like.dtype).view(like.shape)
+def _as(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The beginning of some memory as a tensor."""
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
