@@ -579,6 +579,19 @@ def test_a_headline_names_the_fastest_peer(harness, case, rows, line):
     assert harness.plots._headline(headline, None) is None
 
 
+def test_every_step_of_a_curve_counts_as_the_median_one(harness):
+    """A peer compiles in its first steps: its line must not begin half a minute late."""
+    from matplotlib import pyplot
+
+    training = {"tokens": 400, "steps": 4, "tokens_per_s": 50.0, "lr": 0.01}  # 2 s a step
+    training |= {"curve": [(90.0, 5.0), (92.0, 3.0)], "held_out": [(2, 90.0, 5.5), (4, 92.0, 3.5)]}
+    rows = [row("gpt-124M/dion", 2.0, 1.0, "dion", **training)]
+    figure = harness.plots._curves(pyplot, {"rows": rows}, "title")
+    lines = [line.get_xydata().tolist() for line in figure.axes[0].lines]
+    pyplot.close(figure)
+    assert lines == [[[4.0, 5.0], [8.0, 3.0]], [[4.0, 5.5], [8.0, 3.5]]]
+
+
 def test_readme_has_eight_headlines_at_most(harness):
     assert harness.plots.HEADLINE_ROWS == 8
     table = harness.plots.headlines(harness.plots.headline_results(ROOT))

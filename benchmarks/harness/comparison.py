@@ -107,6 +107,11 @@ def _commits(results: Results) -> list[str]:
     return sorted(commit[: commit.index(" ") + 8] for commit in commits)
 
 
+def training_name(case: str) -> str:
+    """The optimizer of a training."""
+    return TRAININGS.get(case) or {OURS: "Muon", "gpt-124M/muon_adamw": "MuonAdamW"}[case]
+
+
 def _trainings(results: Results) -> str | None:
     rows = [row for row in _rows(results, "end_to_end") if "curve" in row]
     if not rows:
@@ -118,8 +123,8 @@ def _trainings(results: Results) -> str | None:
         "|---|--:|--:|--:|",
     ]
     for row in rows:
-        ours = {OURS: "**`Muon`**", "gpt-124M/muon_adamw": "**`MuonAdamW`**"}
-        name = TRAININGS.get(row["case"]) or ours.get(row["case"], row["case"])
+        name = training_name(row["case"])
+        name = name if row["case"] in TRAININGS else f"**`{name}`**"
         times = f"{row['wall_ms']:.3g} | {row['optimizer_ms']:.3g}"
         lines.append(f"| {name} | {times} | {row['loss_mean']:.3f} |")
     first = rows[0]

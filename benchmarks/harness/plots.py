@@ -29,6 +29,8 @@ PAGES = Path("docs/benchmarks")  # below the root: docs/benchmarks/<gpu>-<name>.
 COLORS = {"adamw": "#999999", "torch_muon": "#c77d2e", "muon": "#2a6f97", "muon_adamw": "#61305d"}
 COLORS |= {"dion": "#4c9a6a", "nanochat": "#b0413e"}
 
+TITLES = {"end_to_end": "training of a GPT with 124M parameters"}  # of plots; others by file
+
 # Result file -> names of the rows that were drawn at random: summed up, not listed.
 DRAWN = {
     "elementwise": elementwise.random_cases,
@@ -120,7 +122,9 @@ def headlines(results: dict[str, dict]) -> str:
     parts = ["\n".join(lines), f"{said} Every row: {pages}."]
     if any("curve" in row for row in results.get("end_to_end", {"rows": ()})["rows"]):
         plot = (RESULTS / HEADLINE_GPU / "end_to_end.svg").as_posix()
-        parts.insert(0, f"![loss over seconds of training, a line for each optimizer]({plot})")
+        parts.insert(
+            0, f"![held-out loss over seconds of training, a line for each optimizer]({plot})"
+        )
     return "\n\n".join(parts)
 
 
@@ -413,7 +417,8 @@ def _plot(path: Path) -> None:
     result = json.loads(path.read_text())
     drawings = {"end_to_end": _curves} | dict.fromkeys(FIGURES, _figures)
     draw_on = drawings.get(path.stem, _bars)
-    figure = draw_on(plt, result, f"{path.stem} on {result['gpu']}")
+    what = TITLES.get(path.stem, path.stem)
+    figure = draw_on(plt, result, f"{what} on {result['gpu']}")
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})
     plt.close(figure)
 
@@ -458,21 +463,27 @@ def _figures(plt: Any, result: dict, title: str) -> Any:
 
 
 def _curves(plt: Any, result: dict, title: str) -> Any:
-    """A figure: loss over seconds of training, a line for each optimizer at its best rate."""
+    """A figure: held-out loss over seconds of training, a line for each optimizer at its best rate.
+
+    Every step counts as the median one, so that what an optimizer compiles in its first steps does
+    not move its line. The loss of the text that is trained on is drawn thin.
+    """
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for row in result["rows"]:
         if not row["ok"] or "curve" not in row:
             continue
-        name = row["case"].split("/")[1]
-        seconds, losses = zip(*row["curve"], strict=True)
-        label = f"{name}, lr {row['lr']:.2g}"
-        axes.plot(seconds, losses, color=COLORS[name], linewidth=1.2, label=label)
-        held_out = [(s, loss) for _, s, loss in row["held_out"]]
-        axes.plot(*zip(*held_out, strict=True), "o", color=COLORS[name], markersize=4)
+        color = COLORS[row["case"].split("/")[1]]
+        step = row["tokens"] / row["steps"] / row["tokens_per_s"]
+        each = row["steps"] / len(row["curve"]) * step
+        trained = [((i + 1) * each, loss) for i, (_, loss) in enumerate(row["curve"])]
+        held_out = [(steps * step, loss) for steps, _, loss in row["held_out"]]
+        label = f"{comparison.training_name(row['case'])}, lr {row['lr']:.2g}"
+        axes.plot(*zip(*trained, strict=True), color=color, linewidth=0.8, alpha=0.4)
+        axes.plot(*zip(*held_out, strict=True), "o-", color=color, markersize=4, label=label)
     if axes.lines:
         axes.legend(fontsize=8)
         axes.set_ylim(top=6)
     axes.set_xlabel("seconds of training steps")
-    axes.set_ylabel("loss, nats per token (dots: held out)")
+    axes.set_ylabel("held-out loss, nats per token (thin: train loss)")
     axes.set_title(title, fontsize=10)
     return figure
