@@ -457,3 +457,27 @@ def test_the_report_does_not_break_a_graph(submodule, dispatch, caplog):
     assert traced(torch.zeros(2)).tolist() == [1, 1]
     said = [record for record in caplog.records if "leave their row" in record.getMessage()]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp8"])
+def test_layers_compile_for_any_number_of_tokens(opt, device, quant_type) -> None:
+    """The strategy is chosen by a number of rows that the trace leaves open."""
+    dynamo = torch._dynamo
+    dynamo.reset()
+    layer = opt.moe.Experts(5, 24, 40, device=device)
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        delattr(layer, name)
+        stack = opt.moe.QuantizedExperts.from_weight(parameter.data, quant_type=quant_type)
+        layer.add_module(name, stack)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    counted = dynamo.utils.counters
+    counted.clear()
+    for tokens in (11, 13, 17):
+        x = draw_weights((tokens, 24)).to(device).requires_grad_()
+        ids = torch.arange(2 * tokens, device=device).reshape(tokens, 2) % 5
+        gates = torch.full((tokens, 2), 0.5, device=device)
+        out, expected = compiled(x, ids, gates), layer(x, ids, gates)
+        assert_same_bits(out, expected)
+        (found,), (wanted,) = (torch.autograd.grad(y.sum(), x) for y in (out, expected))
+        assert_same_bits(found, wanted)
+    assert counted["stats"]["unique_graphs"] == 1

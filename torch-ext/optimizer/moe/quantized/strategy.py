@@ -74,15 +74,17 @@ def choose_strategy(
         )
     if wanted != "auto":
         return Path(wanted, "asked for by name")
-    mean = rows / num_experts
     most = COMPILED_UP_TO_ROWS if compiled else FUSED_UP_TO_ROWS
-    if fusable and fast and mean <= most:
-        return Path("fused", f"{mean:g} rows per expert, at most {most}")
+    # Under torch.compile rows may be a symbol, of which no sentence can be made.
+    named = "some" if torch.compiler.is_compiling() else rows
+    mean = named if named == "some" else f"{rows / num_experts:g}"
+    if fusable and fast and rows <= most * num_experts:
+        return Path("fused", f"{mean} rows per expert, at most {most}")
     if 2 * rows <= num_experts:
-        return Path("selective", f"{rows} rows reach at most half of the {num_experts} experts")
+        return Path("selective", f"{named} rows reach at most half of the {num_experts} experts")
     if fusable and fast:
-        return Path("chunked", f"{mean:g} rows per expert, more than {most}")
-    return Path("chunked", f"{mean:g} rows per expert, and the fused product is none or slow here")
+        return Path("chunked", f"{mean} rows per expert, more than {most}")
+    return Path("chunked", f"{mean} rows per expert, and the fused product is none or slow here")
 
 
 def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
