@@ -6,6 +6,9 @@ little.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -169,6 +172,26 @@ class Pools:
     def close(self) -> None:
         for pool in self.pools.values():
             pool.close()
+
+
+def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on so many ranks: each gets the package and what the test is given."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        opt, *names = inspect.signature(test).parameters.values()
+
+        def run(ranks: Any, **given: Any) -> None:
+            ranks(world).run(_undecorated, test.__module__, test.__name__, given)
+
+        functools.update_wrapper(run, test)
+        run.__signature__ = inspect.Signature([opt.replace(name="ranks"), *names])
+        return run
+
+    return decorate
+
+
+def _undecorated(opt: Any, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(opt, **given)
 
 
 def same_everywhere(values: Sequence[Any]) -> Any:

@@ -11,10 +11,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ._cases import mesh_of, placement
+from ._cases import bits, mesh_of, placement
 from ._ranks import same_everywhere
 from .test_saving import answers_that_come_later
-from .test_sharing import Watch, module_of, outcome
+from .test_sharing import Watch, local, module_of, outcome
 
 pytestmark = pytest.mark.dist
 
@@ -23,7 +23,6 @@ OTHERS = [(11, 4), (7,), (300, 5)]  # the last one is shared out where gradients
 HELD = ["process_group", "S0", "R", "unreduced"]
 FAULTY = 1
 ON_RANKS = [("process_group", 2), ("S0", 2), ("R", 2), ("unreduced", 2), ("HSDP", 4)]
-ON_RANKS += [("process_group", 4), ("unreduced", 4)]
 
 
 def here() -> tuple[int, int]:
@@ -58,6 +57,12 @@ def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **a
     return opt.MuonAdamW([group for group in groups if group["params"]], **arguments)
 
 
+def made(opt, held: str, matrices=SHAPES, others=OTHERS, **options) -> tuple[Any, list]:
+    """An optimizer and all of its parameters."""
+    both = parameters(held, matrices, others)
+    return optimizer_of(opt, held, *both, **options), [*both[0], *both[1]]
+
+
 def give(held: str, params, step: int) -> None:
     for index, param in enumerate(params):
         rank = here()[0] if held == "unreduced" else 0
@@ -69,9 +74,7 @@ def give(held: str, params, step: int) -> None:
 
 
 def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tuple[str, bool]]:
-    both = parameters(held, matrices, others)
-    params = [*both[0], *both[1]]
-    optimizer = optimizer_of(opt, held, *both)
+    optimizer, params = made(opt, held, matrices, others)
     give(held, params, 0)
     optimizer.step()
     give(held, params, 1)
@@ -79,16 +82,26 @@ def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tu
         params[which].grad = None
     message, written = outcome(optimizer, params)
     give(held, params, 1)
-    return message, written, outcome(optimizer, params)
+    after = outcome(optimizer, params)
+    twin, others = made(opt, held, matrices, others)  # without the step that was refused
+    for step in range(2):
+        give(held, others, step)
+        twin.step()
+    for param, other in zip(params, others, strict=True):
+        assert bits(local(param.detach())) == bits(local(other.detach()))
+    return message, written, after
 
 
+@pytest.mark.sees_defect("ranks with different gradients make different plans and hang")
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
-def test_a_gradient_that_adamw_misses_on_one_rank_is_an_error_on_all(ranks, held, world) -> None:
-    """Nothing is written, and the next step goes on."""
-    for which in range(len(OTHERS)):
-        found = ranks(world).run(missing, held, SHAPES, OTHERS, len(SHAPES) + which)
-        message, written, after = same_everywhere(found)
-        assert f"parameters have gradients: group 1, parameter {which}. Give zeros" in message
+def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world) -> None:
+    """Nothing is written, and the next step goes on; for a matrix as for AdamW's parameters."""
+    for group, which in ((0, 2), *((1, number) for number in range(len(OTHERS)))):
+        index = which + group * len(SHAPES)
+        message, written, after = same_everywhere(
+            ranks(world).run(missing, held, SHAPES, OTHERS, index)
+        )
+        assert f"have gradients: group {group}, parameter {which}. Give zeros" in message
         assert not written
         assert after == ("none", True)
 
@@ -208,10 +221,9 @@ def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
 
 
 def clipped_apart(opt) -> tuple[str, bool]:
-    both = parameters("S0")
     config = {"threshold": 50.0} if here()[0] == FAULTY else None
-    params, muon = [*both[0], *both[1]], {"names": [f"layers.{k}.w" for k in range(len(both[0]))]}
-    optimizer = optimizer_of(opt, "S0", *both, muon=muon, clip_config=config)
+    muon = {"names": [f"layers.{k}.w" for k in range(len(SHAPES))]}
+    optimizer, params = made(opt, "S0", muon=muon, clip_config=config)
     give("S0", params, 0)
     return outcome(optimizer, params)
 
@@ -273,13 +285,11 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         cases["argument reduce_op"] = {"reduce_op": "sum"}
     found = {}
     for case, changed in cases.items():
-        both = parameters(held)
-        params = [*both[0], *both[1]]
         alike: dict[str, Any] = {}
         if case.startswith("muon function"):  # which returns something else
             alike = {"muon": {"adjust_lr_fn": lambda lr, m, n: lr}}
         own = changed if here()[0] == FAULTY else alike
-        optimizer = optimizer_of(opt, held, *both, **own)
+        optimizer, params = made(opt, held, **own)
         give(held, params, 0)
         found[case] = outcome(optimizer, params)
     return found
@@ -318,9 +328,7 @@ def changed_apart(opt, held: str) -> dict[str, list[tuple[str, bool]]]:
     changes |= {f"1 {name}": value for name, value in ADAMW.items()}
     found = {}
     for case, value in changes.items():
-        both = parameters(held)
-        params = [*both[0], *both[1]]
-        optimizer = optimizer_of(opt, held, *both)
+        optimizer, params = made(opt, held)
         found[case] = []
         for step in range(3):
             give(held, params, step)
@@ -345,12 +353,10 @@ def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
     found = {}
     names = ("0 lr", "0 momentum", "0 beta2", "0 ns_steps", "1 eps")
     for case, value in zip(names, (0.2, 0.9, 0.9, 3, 1e-6), strict=True):
-        both = parameters(held)
-        params = [*both[0], *both[1]]
         found[case] = []
         with pytest.MonkeyPatch.context() as patch:
             answers_that_come_later(opt, patch)
-            optimizer = optimizer_of(opt, held, *both)
+            optimizer, params = made(opt, held)
             for step in range(4):
                 give(held, params, step)
                 if step == 1:
@@ -372,12 +378,10 @@ def test_on_a_device_the_next_step_writes_nothing(ranks, held) -> None:
 
 def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
     """The first answer is waited for on any device: sizes of messages depend on it."""
-    both = parameters(held)
-    params = [*both[0], *both[1]]
     config = opt.DistributedConfig(torch.float16 if here()[0] == FAULTY else None)
     with pytest.MonkeyPatch.context() as patch:
         answers_that_come_later(opt, patch)
-        optimizer = optimizer_of(opt, held, *both, distributed=config)
+        optimizer, params = made(opt, held, distributed=config)
         give(held, params, 0)
         return outcome(optimizer, params)
 
@@ -422,9 +426,7 @@ def other_parameters(opt, held: str, how: str) -> tuple[str, bool]:
             shapes[0] = (6, 6)
         elif how == "a group less":
             others = []
-    both = parameters(held, shapes, others)
-    params = [*both[0], *both[1]]
-    optimizer = optimizer_of(opt, held, *both)
+    optimizer, params = made(opt, held, shapes, others)
     if how == "a group later":
         give(held, params, 0)
         optimizer.step()
@@ -445,9 +447,8 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("how", NAMED)
-@pytest.mark.parametrize("held", ["process_group", "unreduced"])
+@pytest.mark.parametrize(("held", "world"), [("process_group", 2), ("unreduced", 4)])
 def test_other_parameters_are_an_error_on_every_rank(ranks, held, how, world) -> None:
     """The question is as long on all of them."""
     for message, written in ranks(world).run(other_parameters, held, how):
@@ -457,9 +458,8 @@ def test_other_parameters_are_an_error_on_every_rank(ranks, held, how, world) ->
 
 def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int]]:
     """All-reduces and all-to-alls of every step, under a schedule."""
-    both = parameters(held, matrices, others)
-    params = [*both[0], *both[1]]
-    optimizer = optimizer_of(opt, held, *both, distributed=opt.DistributedConfig(torch.float32))
+    config = opt.DistributedConfig(torch.float32)
+    optimizer, params = made(opt, held, matrices, others, distributed=config)
     calls = []
     for step in range(steps):
         give(held, params, step)
@@ -486,8 +486,6 @@ def test_the_question_is_the_one_exchange_that_was_there(ranks, held, small, per
 def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     """A rate in a Tensor, which one rank changes without anyone seeing it on the host."""
     module, original = module_of(opt, "optimizers.sharded.consistency"), None
-    both = parameters(held)
-    params = [*both[0], *both[1]]
     rate, found = torch.tensor(0.1), []
     original = module.on_device
     asked = []
@@ -499,7 +497,7 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "on_device", on_device)
         patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-        optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
+        optimizer, params = made(opt, held, muon={"lr": rate}, adamw={"lr": rate})
         for step in range(3):
             give(held, params, step)
             rate.fill_(0.1 / (1 + step))

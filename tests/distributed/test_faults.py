@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
-from ._cases import bits, mesh_of, placement
+from ._cases import bits, expected_on, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, same_everywhere
 from .test_graphs import Captured
 from .test_sharing import (
@@ -26,6 +25,7 @@ from .test_sharing import (
     give,
     gradients,
     local,
+    message_of,
     module_of,
     placed,
     plain_params,
@@ -90,14 +90,6 @@ def test_a_report_before_the_first_step_waits_for_nobody(ranks) -> None:
 
 def throw(error: BaseException) -> None:
     raise error
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def interrupted_beside_the_gathers(opt: Any, replayed: bool) -> list[str]:
@@ -216,27 +208,17 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 
         step.orthogonalize = orthogonalize
     start = time.monotonic()
-    first = again = "none"
-    try:
-        optimizer.step()
-    except Exception as error:
-        first = f"{type(error).__name__}: {error}"
+    first = message_of(optimizer.step)
     seconds = time.monotonic() - start
     give_step(params, held, 1)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        again = str(error)
+    again = message_of(optimizer.step)
     optimizer.load_state_dict(saved)
     return first, again, old_or_new(opt, params), seconds
 
 
 def here(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """What this rank has of a whole tensor that is held like a parameter."""
-    if not hasattr(param, "placements"):
-        return value
-    mesh, placements = param.device_mesh, param.placements
-    return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+    return expected_on(value, param, getattr(param, "device_mesh", None))
 
 
 def old_or_new(opt: Any, params) -> bool:
@@ -289,11 +271,7 @@ def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
         patch.setattr(module, "apply", apply)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
-    try:
-        optimizer.step()
-        message = "none"
-    except RuntimeError as error:
-        message = str(error)
+    message = message_of(optimizer.step)
     with torch.no_grad():
         for param, old in zip(params, kept, strict=True):
             local(param).copy_(old)

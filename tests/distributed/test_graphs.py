@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ._cases import CASES, Case, bits, device
+from ._ranks import on_ranks
 from .test_shared_step import compare
 from .test_sharing import module_of
 from .test_unreduced import contribution, equals_one_rank
@@ -350,7 +351,10 @@ def test_a_warning_that_is_an_error_comes_after_the_step(ranks, form) -> None:
     assert whole["replayed"] > whole["captured"]
 
 
-def stage_of_nothing(opt: Any) -> None:
+@pytest.mark.gpu
+@on_ranks(2)
+def test_an_empty_stage_is_captured_without_a_warning(opt: Any) -> None:
+    """torch has one, which may be an error."""
     where = torch.device("cuda", torch.cuda.current_device())
     graphs = module_of(opt, "optimizers.sharded.cuda_graphs").Graphs()
     graphs.begin(on=True)
@@ -362,12 +366,10 @@ def stage_of_nothing(opt: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_an_empty_stage_is_captured_without_a_warning(ranks) -> None:
-    """torch has one, which may be an error."""
-    ranks(2).run(stage_of_nothing)
-
-
-def step_in_a_capture(opt: Any, form: str) -> None:
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+@on_ranks(2)
+def test_a_step_in_a_capture_of_the_caller_is_refused(opt: Any, form: str) -> None:
+    """Before anything is written or sent; the next step goes on."""
     story = Story(opt, form, torch.float32, together=True)
     for index, param in enumerate(story.params):
         param.grad = story._gradient(0, index, tuple(param.shape))
@@ -381,13 +383,6 @@ def step_in_a_capture(opt: Any, form: str) -> None:
         whole = [t.to_local() if hasattr(t, "to_local") else t for t in (param.detach(), before)]
         assert torch.equal(*whole)
     story.optimizer.step()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", ["shards", "unreduced"])
-def test_a_step_in_a_capture_of_the_caller_is_refused(ranks, form) -> None:
-    """Before anything is written or sent; the next step goes on."""
-    ranks(2).run(step_in_a_capture, form)
 
 
 def test_graphs_can_be_turned_off(ranks) -> None:

@@ -12,8 +12,7 @@ from torch import distributed, nn
 from ._arenas import Direct
 from ._cases import bits
 from ._ranks import same_everywhere
-from .test_faults import message_of
-from .test_sharing import module_of
+from .test_sharing import message_of, module_of
 from .test_unreduced import contribution, groups, missing, parameters
 
 pytestmark = pytest.mark.dist

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,16 @@ from torch.distributed.tensor import distribute_tensor
 
 from ._cases import bits
 from ._ranks import same_everywhere
-from .test_sharing import assert_as_alone, give, gradients, local, module_of, on_all, plain_params
+from .test_sharing import (
+    assert_as_alone,
+    give,
+    gradients,
+    local,
+    message_of,
+    module_of,
+    on_all,
+    plain_params,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -40,11 +48,7 @@ def sharing(opt: Any, held: str) -> tuple[Any, list[Any]]:
 
 def save_a_part(opt: Any, held: str, saver: str, folder: Path) -> tuple[str, bool]:
     optimizer, _ = sharing(opt, held)
-    try:
-        getattr(opt, saver)(optimizer, folder)
-    except TypeError as error:
-        return str(error), folder.exists()
-    return "none", True
+    return message_of(lambda: getattr(opt, saver)(optimizer, folder)), folder.exists()
 
 
 @pytest.mark.parametrize("saver", ["save_optimizer", "save_optimizer_async"])
@@ -92,14 +96,6 @@ def answers_that_come_later(opt: Any, patch: Any) -> None:
         return module.Comparison(found, OnItsWay(), meaning)
 
     patch.setattr(module, "_comparison", comparison)
-
-
-def message_of(refused: Callable[[], Any]) -> str:
-    try:
-        refused()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "none"
 
 
 def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
@@ -458,45 +454,23 @@ def test_a_state_dict_per_rank_loads_without_code(ranks, held, world, tmp_path) 
     assert same_everywhere(ranks(world).run(file_per_rank, held, tmp_path)) == uninterrupted
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    named = [*model.named_parameters()]
-    table = [(name, p) for name, p in named if p.ndim < 2 or name == "embed.weight"]
-    others = [(name, p) for name, p in named if p.ndim > 1 and name != "embed.weight"]
-    both = {"lr": 0.05, "weight_decay": 0.1}
-    return [
-        {"kind": "muon", "params": others, "expert_keys": ("experts",), **both},
-        {"kind": "adamw", "params": table, **both},
-    ]
-
-
 def sharded_late(opt: Any, late: bool) -> dict[str, bytes]:
     """As accelerate does with FSDP2: parameters are swapped in the groups of an optimizer."""
-    model = Model()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(value(name, -1))
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    if not late:
-        fully_shard(model, mesh=mesh)
-    optimizer = opt.MuonAdamW(groups_of(model))
+    run = Run(opt, "plain" if late else "FSDP2")
+    model, optimizer = run.model, run.optimizer
     if late:
         optimizer.report()
         names = {param: name for name, param in model.named_parameters()}
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=init_device_mesh("cpu", (run.world,)))
         swapped = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [swapped[names[param]] for param in group["params"]]
         assert not optimizer.state
-    for step in range(2):
-        for name, param in model.named_parameters():
-            param.grad = distribute_tensor(
-                value(name, step), mesh, param.placements, src_data_rank=None
-            )
-        optimizer.step()
+    run.train(range(2))
     held = {p for group in optimizer.param_groups for p in group["params"]}
     assert set(optimizer.state) == held
     assert all(hasattr(p, "placements") for p in held)
-    return {name: bits(whole(param)) for name, param in model.named_parameters()}
+    return run.weights()
 
 
 def test_a_model_may_be_sharded_after_the_optimizer_was_built(ranks) -> None:
@@ -520,11 +494,7 @@ def initial(opt: Any, held: str, narrow: bool) -> tuple[bool, float, int, str]:
     left = sum(t.abs().sum().item() for t in here)
     for param in run.model.parameters():
         param.grad = torch.ones_like(param)
-    try:
-        run.optimizer.step()
-    except RuntimeError as error:
-        return same, left, len(tensors), str(error)
-    return same, left, len(tensors), ""
+    return same, left, len(tensors), message_of(run.optimizer.step)
 
 
 @pytest.mark.parametrize(

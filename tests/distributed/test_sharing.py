@@ -6,6 +6,7 @@ import importlib
 import logging
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ._cases import bits, mesh_of, placement
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.dist
 
@@ -48,14 +49,19 @@ def on_all(text: str, shapes=SHAPES) -> list[nn.Parameter]:
     return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), [placement(text)])
 
 
+def message_of(call: Callable[[], Any]) -> str:
+    """What a call raised, behind the error's name."""
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def outcome(optimizer, params) -> tuple[str, bool]:
     """What a step raised, and whether it wrote something."""
     before = [bits(local(param.detach())) for param in params]
-    message = "none"
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        message = str(error)
+    message = message_of(optimizer.step).removeprefix("RuntimeError: ")
     return message, before != [bits(local(param.detach())) for param in params]
 
 
@@ -188,7 +194,9 @@ def test_every_rank_of_a_strided_group_owns_something(ranks) -> None:
     assert min(counts) >= 2
 
 
-def sharded_anew(opt) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(opt) -> None:
+    """Equal names and shapes, other placements."""
     for text in ("S0", "S1", "R"):
         params = on_all(text)
         optimizer = opt.Muon([(f"w{i}", param) for i, param in enumerate(params)])
@@ -202,11 +210,6 @@ def sharded_anew(opt) -> None:
     give(fresh, gradients(fresh, 0))
     optimizer.step()
     assert_as_alone(opt, fresh, 1)
-
-
-def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(ranks) -> None:
-    """Equal names and shapes, other placements."""
-    ranks(2).run(sharded_anew)
 
 
 def experts_stay(opt) -> Counter:
@@ -289,8 +292,10 @@ def test_equal_runs_of_rows_take_no_copy_each(ranks, wire) -> None:
     assert ranks(2).run(rows_of_equal_size, wire) == [Counter()] * 2
 
 
-def freed_gradients(opt) -> None:
-    """Overwrite every gradient as soon as the optimizer lets go of it."""
+@pytest.mark.sees_defect("a freed gradient is reused under an asynchronous push")
+@on_ranks(2)
+def test_a_freed_gradient_may_be_reused_at_once(opt) -> None:
+    """The message has its own memory, which lives until it has arrived."""
     params = on_all("S0")
     optimizer = opt.Muon(params, none_grad=True)
     transport = module_of(opt, "distributed.transport").AllToAll
@@ -313,34 +318,6 @@ def freed_gradients(opt) -> None:
             transport.exchange = original
         assert all(memory.isnan().all() for _, memory in held[:-1] if memory.numel())
     assert_as_alone(opt, params, 2)
-
-
-@pytest.mark.sees_defect("a freed gradient is reused under an asynchronous push")
-def test_a_freed_gradient_may_be_reused_at_once(ranks) -> None:
-    """The message has its own memory, which lives until it has arrived."""
-    ranks(2).run(freed_gradients)
-
-
-def disagree(opt) -> tuple[str, bool]:
-    params = on_all("S0")
-    optimizer = opt.Muon([(f"layer.{i}", param) for i, param in enumerate(params)])
-    give(params, gradients(params, 0))
-    if distributed.get_rank() == 1:
-        params[2].grad = None
-    found = outcome(optimizer, params)
-    give(params, gradients(params, 0))
-    optimizer.step()
-    assert_as_alone(opt, params, 1)
-    return found
-
-
-@pytest.mark.sees_defect("ranks with different gradients make different plans and hang")
-def test_differing_gradients_are_an_error_on_every_rank(ranks) -> None:
-    """No hang, nothing written, and the next step is as if the first had not been."""
-    message, written = same_everywhere(ranks(3).run(disagree))
-    assert "ranks disagree on which parameters have gradients: group 0, parameter 'lay" in message
-    assert "'layer.2'" in message and "'layer.1'" not in message
-    assert not written
 
 
 def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
@@ -369,7 +346,9 @@ def test_every_teams_answer_counts(ranks, axis, layer) -> None:
         assert not written
 
 
-def resumed(opt) -> None:
+@on_ranks(3)
+def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
+    """State of shards, and state of a single rank loaded into shards."""
     params = on_all("S0")
     optimizer = opt.Muon(params, beta2=0.9)
     for step in range(2):
@@ -392,11 +371,6 @@ def resumed(opt) -> None:
         give(of_one, gradients(of_one, 2))
         one.step()
         assert_as_alone(opt, of_one, 3, beta2=0.9)
-
-
-def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
-    """State of shards, and state of a single rank loaded into shards."""
-    ranks(3).run(resumed)
 
 
 def other_placement(opt) -> str:

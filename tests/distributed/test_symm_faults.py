@@ -14,8 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from ._arenas import Direct, Staged
 from ._cases import bits, device, expected_on, mesh_of, placement
-from .test_faults import message_of
-from .test_sharing import local, module_of
+from .test_sharing import local, message_of, module_of
 from .test_symm_exchanges import write_log
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]

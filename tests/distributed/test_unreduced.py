@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._cases import bits, device
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import Watch, module_of, on_all, outcome
 
 pytestmark = pytest.mark.dist
@@ -323,7 +323,9 @@ def test_gradients_of_zeros_are_no_sign_of_a_reduction(ranks) -> None:
     assert all(same_everywhere(ranks(2).run(steps_of_zeros)))
 
 
-def resumed(opt) -> None:
+@on_ranks(4)
+def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
+    """State of one number of ranks serves another."""
     world = distributed.get_world_size()
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
@@ -337,11 +339,6 @@ def resumed(opt) -> None:
         fresh.load_state_dict(saved)
         train(fresh, copies, range(2, 4))
         assert_equal_bits(copies, expected)
-
-
-def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
-    """State of one number of ranks serves another."""
-    ranks(4).run(resumed)
 
 
 def copied(opt) -> str:
@@ -390,7 +387,9 @@ def test_a_later_group_takes_no_state_from_its_owners(ranks) -> None:
     assert all(2 <= sum(mine) <= 3 for mine in owned)
 
 
-def refused_group(opt) -> None:
+@on_ranks(2)
+def test_a_refused_group_gets_no_owners(opt) -> None:
+    """The ranks that refuse it, and those that never saw it, still agree about the next group."""
     params = parameters()
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": params[:2], "lr": 0.1}])
     owners = optimizer._ranks.unreduced
@@ -402,11 +401,6 @@ def refused_group(opt) -> None:
         with pytest.raises(ValueError):
             optimizer.add_param_group({**bad, "params": narrow, **options})
         assert (owners._owners, owners._load) == before
-
-
-def test_a_refused_group_gets_no_owners(ranks) -> None:
-    """The ranks that refuse it, and those that never saw it, still agree about the next group."""
-    ranks(2).run(refused_group)
 
 
 def sharded(opt) -> str:

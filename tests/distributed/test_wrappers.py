@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..optimizers._steps import TinyTransformer, language_loss
 from ._cases import bits
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.dist
 
@@ -328,7 +328,8 @@ def test_lora_comes_before_the_shards(ranks, tmp_path) -> None:
     assert tp == loaded_tp and "tensor parallelism splits model.layers.1.mlp.experts" in tp
 
 
-def train(opt: Any) -> None:
+@on_ranks(2)
+def test_gradients_under_fsdp2_are_those_of_one_process(opt: Any) -> None:
     """A step of training under FSDP2 equals one of a single process."""
     from .._compare import assert_error_at_most
     from ..integrations._models import tokens
@@ -348,10 +349,6 @@ def train(opt: Any) -> None:
     for name, gradient in grads[0].items():
         assert isinstance(gradient, torch.Tensor)
         assert_error_at_most(grads[1][name], gradient, FP32)
-
-
-def test_gradients_under_fsdp2_are_those_of_one_process(ranks) -> None:
-    ranks(2).run(train)
 
 
 def prepared(opt: Any, device: torch.device) -> tuple[Any, Any, Any]:

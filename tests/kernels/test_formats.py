@@ -24,17 +24,37 @@ def value_of(code: int, scale: int) -> float:
     return math.copysign(VALUES[code & 7] * 2.0 ** (scale - 127), -1 if code & 8 else 1)
 
 
-@pytest.fixture(scope="module")
-def everything(device):
-    """Every byte under every scale: a block of 16 bytes and its scale in a row of its own."""
-    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)
-    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1)
-    expected = [
-        [value_of(int(code), scale) for byte in row for code in (byte & 15, byte >> 4)]
-        for scale, row in zip(scales.tolist(), packed.tolist(), strict=True)
-    ]
-    expected = torch.tensor(expected, dtype=torch.float64)
-    return packed.to(device), scales.to(device), expected.to(device)
+BLOCKS = ((128, 128), (1, 0), (0, 0), (1, 128), (32, 32), (0, 64))
+# Ordinary, subnormal, the ends of float32, and what is no number
+SCALES = (1.0, 0.37, -2.5, 1e-40, 2.0**-149, 3.4e38, 0.0, math.inf, math.nan, 2.0**-130)
+
+
+def float8_of(byte: int) -> float:
+    """e4m3 without infinities: sign, four bits of exponent (bias 7), three of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return math.copysign(value, -1 if byte & 128 else 1)
+
+
+@pytest.fixture(scope="module", params=["mxfp4", "fp8"])
+def everything(request, device):
+    """The format, and every byte under every scale: packed, scales, shape and block, values."""
+    if request.param == "fp8":  # a row of 256 bytes per scale
+        row = torch.tensor([float8_of(byte) for byte in range(256)])
+        scales = torch.tensor(SCALES)
+        packed = torch.arange(256, dtype=torch.uint8).repeat(len(SCALES), 1)
+        expected, place = row * scales[:, None], (tuple(packed.shape), (1, 0))
+    else:  # a block of 16 bytes and its scale in a row of its own
+        scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)
+        packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1)
+        rows = [
+            [value_of(int(code), scale) for byte in row for code in (byte & 15, byte >> 4)]
+            for scale, row in zip(scales.tolist(), packed.tolist(), strict=True)
+        ]
+        expected, place = torch.tensor(rows, dtype=torch.float64).float(), ((4096, 32),)
+    return request.param, (packed.to(device), scales.to(device)), place, expected.to(device)
 
 
 def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -46,19 +66,19 @@ def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_byte_under_every_scale(opt, device, everything, dtype):
-    packed, scales, expected = everything
+    name, stack, place, expected = everything
     ids = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.mxfp4_dequant(packed, scales, ids, (4096, 32), dtype)
-    assert_same_values(found[0], expected.float().to(dtype))
+    found = getattr(opt, f"{name}_dequant")(*stack, ids, *place, dtype)
+    assert_same_values(found[0], expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # the interpreter truncates to bfloat16
 def test_every_byte_under_every_scale_by_triton(submodule, ops, device, everything, dtype):
     submodule("kernels.quant.dequant_triton")
-    packed, scales, expected = everything
+    name, stack, place, expected = everything
     ids = torch.tensor([0, 1, -1], device=device)
-    found = ops.mxfp4_dequant_triton(packed, scales, ids, (4096, 32), dtype)
-    assert_same_values(found[0], expected.float().to(dtype))
+    found = getattr(ops, f"{name}_dequant_triton")(*stack, ids, *place, dtype)
+    assert_same_values(found[0], expected.to(dtype))
     assert found[1:].isnan().all()  # there is one expert
 
 
@@ -207,11 +227,37 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize(("changed", "error", "said"), WRONG, ids=[one[2] for one in WRONG])
-def test_wrong_arguments_are_named(opt, changed, error, said):
+FP8_STACK = {
+    "packed": torch.zeros(2, 3, 160, dtype=torch.uint8),
+    "scales": torch.ones(2, 1, 2),
+    "active_experts": torch.tensor([1]),
+    "expert_shape": (3, 160),
+}
+WRONG_FP8 = (
+    ({"expert_shape": (3, 100)}, ValueError, "no whole number of experts of 300"),
+    ({"expert_shape": (3, 2, 80)}, ValueError, r"expert_shape must be \(N, K\)"),
+    ({"scales": torch.ones(2, 2, 2)}, ValueError, "scales must hold 4 contiguous"),
+    ({"scales": torch.ones(2, 1, 2).half()}, ValueError, "of float32, got torch.float16"),
+    ({"packed": FP8_STACK["packed"].int()}, ValueError, "packed must hold 960 .* uint8 or float8"),
+    ({"block": (128, 16)}, ValueError, "powers of two, of columns 32 or more"),
+    ({"block": (48, 128)}, ValueError, "powers of two"),
+    ({"block": 128}, TypeError, "block must be two integers"),
+    ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
+    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
+)
+WRONGS = [("mxfp4", STACK, *one) for one in WRONG] + [("fp8", FP8_STACK, *one) for one in WRONG_FP8]
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "changed", "error", "said"),
+    WRONGS,
+    ids=[f"{one[0]}-{one[-1]}" for one in WRONGS],
+)
+def test_wrong_arguments_are_named(opt, name, stack, changed, error, said):
+    dequant = getattr(opt, f"{name}_dequant")
     with pytest.raises(error, match=said):
-        opt.mxfp4_dequant(**{**STACK, **changed})
-    opt.mxfp4_dequant(**STACK)
+        dequant(**{**stack, **changed})
+    dequant(**stack)
 
 
 def test_wrong_weights_are_named(opt):
@@ -241,48 +287,6 @@ def test_the_module_holds_what_checkpoints_publish(opt, device):
     for strategy, rows in combinations:
         experts.strategy = strategy
         assert opt.moe.explain_quantized(experts, rows).startswith(strategy if rows else "selecti")
-
-
-BLOCKS = ((128, 128), (1, 0), (0, 0), (1, 128), (32, 32), (0, 64))
-# Ordinary, subnormal, the ends of float32, and what is no number
-SCALES = (1.0, 0.37, -2.5, 1e-40, 2.0**-149, 3.4e38, 0.0, math.inf, math.nan, 2.0**-130)
-
-
-def float8_of(byte: int) -> float:
-    """e4m3 without infinities: sign, four bits of exponent (bias 7), three of mantissa."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-    return math.copysign(value, -1 if byte & 128 else 1)
-
-
-@pytest.fixture(scope="module")
-def every_float8(device):
-    """Every byte under every scale: a row of 256 bytes per scale."""
-    row = torch.tensor([float8_of(byte) for byte in range(256)], dtype=torch.float64)
-    scales = torch.tensor(SCALES)
-    packed = torch.arange(256, dtype=torch.uint8).repeat(len(SCALES), 1)
-    expected = (row.float() * scales[:, None]).to(device)
-    return packed.to(device), scales.to(device), expected
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_float8_under_every_scale(opt, device, every_float8, dtype):
-    packed, scales, expected = every_float8
-    ids = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.fp8_dequant(packed, scales, ids, tuple(packed.shape), (1, 0), dtype)
-    assert_same_values(found[0], expected.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # the interpreter truncates to bfloat16
-def test_every_float8_under_every_scale_by_triton(submodule, ops, device, every_float8, dtype):
-    submodule("kernels.quant.dequant_triton")
-    packed, scales, expected = every_float8
-    ids = torch.tensor([0, 1, -1], device=device)
-    found = ops.fp8_dequant_triton(packed, scales, ids, tuple(packed.shape), (1, 0), dtype)
-    assert_same_values(found[0], expected.to(dtype))
-    assert found[1:].isnan().all()  # there is one expert
 
 
 def test_bytes_are_torch_s(opt):
@@ -342,38 +346,11 @@ def test_what_is_not_finite_makes_its_fp8_block_nan(opt, device, bad):
     assert not opt.fp8_dequant(*nothing, ids, (8, 32)).any()
 
 
-FP8_STACK = {
-    "packed": torch.zeros(2, 3, 160, dtype=torch.uint8),
-    "scales": torch.ones(2, 1, 2),
-    "active_experts": torch.tensor([1]),
-    "expert_shape": (3, 160),
-}
-WRONG_FP8 = (
-    ({"expert_shape": (3, 100)}, ValueError, "no whole number of experts of 300"),
-    ({"expert_shape": (3, 2, 80)}, ValueError, r"expert_shape must be \(N, K\)"),
-    ({"scales": torch.ones(2, 2, 2)}, ValueError, "scales must hold 4 contiguous"),
-    ({"scales": torch.ones(2, 1, 2).half()}, ValueError, "of float32, got torch.float16"),
-    ({"packed": FP8_STACK["packed"].int()}, ValueError, "packed must hold 960 .* uint8 or float8"),
-    ({"block": (128, 16)}, ValueError, "powers of two, of columns 32 or more"),
-    ({"block": (48, 128)}, ValueError, "powers of two"),
-    ({"block": 128}, TypeError, "block must be two integers"),
-    ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
-    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
-)
-
-
 def test_a_block_larger_than_its_sides(opt):
     weight = torch.randn(2, 130, 150, generator=torch.Generator().manual_seed(0))
     found, expected = opt.fp8_quantize(weight, (2**62, 2**62)), opt.fp8_quantize(weight, (0, 0))
     assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert_same_bits(found[1], expected[1])
-
-
-@pytest.mark.parametrize(("changed", "error", "said"), WRONG_FP8, ids=[one[2] for one in WRONG_FP8])
-def test_wrong_arguments_of_fp8_are_named(opt, changed, error, said):
-    with pytest.raises(error, match=said):
-        opt.fp8_dequant(**{**FP8_STACK, **changed})
-    opt.fp8_dequant(**FP8_STACK)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

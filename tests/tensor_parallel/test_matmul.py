@@ -12,7 +12,7 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_error_at_most
-from ..distributed._ranks import same_everywhere
+from ..distributed._ranks import on_ranks, same_everywhere
 from . import _cases
 
 ON_CPU = "symmetric memory is CUDA's, and the tensors are not on a CUDA device"
@@ -36,7 +36,8 @@ def test_cases_would_notice_another_path(results) -> None:
     assert _cases.verdict(case, results[0][case.name], _cases.FUSED)
 
 
-def _several(opt) -> tuple:
+@on_ranks(2)
+def test_matrices_that_share_a_gather(opt) -> tuple:
     """Products of one gathered tensor with two matrices, and of each alone."""
     made = torch.Generator().manual_seed(distributed.get_rank())
     x = torch.randn(3, 8, generator=made)
@@ -55,10 +56,6 @@ def _several(opt) -> tuple:
     for y, z, g, w in zip(both, alone, together, ws, strict=True):
         torch.testing.assert_close(y, z)
         torch.testing.assert_close(g, w.grad)
-
-
-def test_matrices_that_share_a_gather(ranks) -> None:
-    ranks(2).run(_several)
 
 
 def _block(tp, x, w, v, scaling):
@@ -97,11 +94,8 @@ def test_activation_checkpointing_gathers_again(ranks) -> None:
 
 
 @pytest.mark.parametrize("scaling", [None, "rowwise_sharded", "tensorwise"])
-def test_compiles_into_one_graph(ranks, scaling) -> None:
-    ranks(2).run(_compiled, scaling)
-
-
-def _compiled(opt, scaling: str | None) -> None:
+@on_ranks(2)
+def test_compiles_into_one_graph(opt, scaling: str | None) -> None:
     inputs, tp = _block_inputs(), opt.tensor_parallel
     eager = _gradients(lambda *t: _block(tp, *t, scaling), inputs)
     torch._dynamo.reset()
@@ -112,7 +106,8 @@ def _compiled(opt, scaling: str | None) -> None:
     assert sum(record.calls for record in tp.comm_report()) == 4
 
 
-def _checked_ops(opt) -> None:
+@on_ranks(2)
+def test_registered_operations_have_true_fakes(opt) -> None:
     """torch's own checks of the registered operations: schema, fakes, no aliases."""
     ops = opt._ops.ops
     a, b, group = torch.randn(4, 16), torch.randn(16, 8), distributed.group.WORLD.group_name
@@ -133,21 +128,14 @@ def _checked_ops(opt) -> None:
     torch.library.opcheck(ops.gather_rows, (a, group), test_utils=tests)
 
 
-def test_registered_operations_have_true_fakes(ranks) -> None:
-    ranks(2).run(_checked_ops)
-
-
-def _autocast(opt) -> None:
+@on_ranks(2)
+def test_autocast_converts_the_operands(opt) -> None:
     x, w, v = _block_inputs()
     with torch.autocast("cpu", torch.bfloat16):
         y = _block(opt.tensor_parallel, x, w, v, None)
     y.sum().backward()
     assert y.dtype == torch.bfloat16
     assert {t.grad.dtype for t in (x, w, v)} == {torch.float32}
-
-
-def test_autocast_converts_the_operands(ranks) -> None:
-    ranks(2).run(_autocast)
 
 
 def _strict(opt) -> list:
@@ -172,7 +160,8 @@ def test_strict_raises_the_reason(ranks) -> None:
     assert (path, reason) == ("plain", 'fuse="never" was asked for')
 
 
-def _alone(opt) -> None:
+@on_ranks(1)
+def test_one_rank_is_alone(opt) -> None:
     """A group of one rank has nothing to gather."""
     tp = opt.tensor_parallel
     group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
@@ -186,11 +175,8 @@ def _alone(opt) -> None:
     assert {record.path for record in tp.comm_report()} == {"alone"}
 
 
-def test_one_rank_is_alone(ranks) -> None:
-    ranks(1).run(_alone)
-
-
-def _twice(opt) -> None:
+@on_ranks(2)
+def test_second_gradients_are_refused(opt) -> None:
     tp, (x, w, v) = opt.tensor_parallel, _block_inputs()
     for scaling in (None, "tensorwise"):
         gathered = tp.all_gather_matmul(x, [w], 1, scaling=scaling)[0]
@@ -199,10 +185,6 @@ def _twice(opt) -> None:
             (grad,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
             with pytest.raises(RuntimeError, match="once_differentiable"):
                 grad.sum().backward()
-
-
-def test_second_gradients_are_refused(ranks) -> None:
-    ranks(2).run(_twice)
 
 
 def _uneven(opt) -> list:
@@ -254,7 +236,9 @@ def test_workspace_has_room_for_all_of_few_rows(ranks) -> None:
     assert many == many_kept == 2048 * (shard + scales)
 
 
-def _transposed(opt) -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@on_ranks(1)
+def test_inductor_takes_a_transposed_tensor_of_one_rank(opt) -> None:
     group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
     x, w = torch.randn(8, 4), torch.randn(8, 4, requires_grad=True)
 
@@ -267,12 +251,8 @@ def _transposed(opt) -> None:
     torch.testing.assert_close(w.grad, x.sum(1, keepdim=True).expand(8, 4))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_takes_a_transposed_tensor_of_one_rank(ranks) -> None:
-    ranks(1).run(_transposed)
-
-
-def _edges(opt) -> None:
+@on_ranks(2)
+def test_no_rows_and_one_column(opt) -> None:
     """No rows, and one column."""
     tp = opt.tensor_parallel
     for scaling in _cases.SCALINGS:
@@ -288,10 +268,6 @@ def _edges(opt) -> None:
     tensorwise = {"scale_mode": "tensorwise", "out_dtype": torch.float32}
     (found,) = tp.all_gather_scaled_matmul(a, [column], ONE, [scale], 0, **tensorwise)
     assert torch.equal(found, torch.full((8, 1), 4.0))
-
-
-def test_no_rows_and_one_column(ranks) -> None:
-    ranks(2).run(_edges)
 
 
 def _failed(opt) -> list:
@@ -389,14 +365,11 @@ def _scaled_3d(tp, a_scale, b_scale, mode):
     return tp.all_gather_scaled_matmul(a, [_8(W.T).T], a_scale, [b_scale], 1, scale_mode=mode)
 
 
-def _refused(opt) -> None:
+@on_ranks(2)
+def test_wrong_arguments_raise_before_anything_is_sent(opt) -> None:
     for error, text, call in REFUSED:
         with pytest.raises(error, match=text):
             call(opt.tensor_parallel)
-
-
-def test_wrong_arguments_raise_before_anything_is_sent(ranks) -> None:
-    ranks(2).run(_refused)
 
 
 def test_without_a_group(opt) -> None:

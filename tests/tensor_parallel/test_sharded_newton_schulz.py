@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from .._compare import assert_error_at_most, relative_error
+from ..distributed._ranks import on_ranks
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial")
 SCHEDULES = ("rs_ag", "gram_ar", "auto")
@@ -57,7 +58,8 @@ def test_equals_the_whole_matrix_in_float32(ranks) -> None:
         assert max(found.values()) < 1e-3, found
 
 
-def _special(opt) -> None:
+@on_ranks(2)
+def test_zeros_nan_empty_and_refused(opt) -> None:
     sharded, rank = opt.tensor_parallel.sharded_newton_schulz, distributed.get_rank()
     for schedule in ("rs_ag", "gram_ar"):
         for method in ("gram_polynomial", "polar_express"):
@@ -88,10 +90,6 @@ def _special(opt) -> None:
         sharded(torch.zeros(4, 4), method="svd")
 
 
-def test_zeros_nan_empty_and_refused(ranks) -> None:
-    ranks(2).run(_special)
-
-
 def _uneven(opt) -> None:
     """Ranks learn of rows that differ: 3 + 3 + 3 + 1 of 8 columns are tall, 4 * 1 would be wide."""
     sharded, rank = opt.tensor_parallel.sharded_newton_schulz, distributed.get_rank()
@@ -116,13 +114,10 @@ def test_rows_are_not_asked_for_in_a_capture(newton_schulz, monkeypatch) -> None
     assert newton_schulz._checked_rows([4, 3], x, two) == [4, 3]
 
 
-def _one_rank(opt) -> None:
+@on_ranks(1)
+def test_one_rank_is_the_owner(opt) -> None:
     x = matrix(40, 30, torch.float32)
     assert torch.equal(opt.tensor_parallel.sharded_newton_schulz(x), opt.orthogonalize(x))
-
-
-def test_one_rank_is_the_owner(ranks) -> None:
-    ranks(1).run(_one_rank)
 
 
 @pytest.fixture
