@@ -45,7 +45,7 @@ class Problem:
         self.package = package
         self.distributed, self.planning = (
             package("distributed"),
-            package("optimizers.sharded.shared_plan"),
+            package("optimizers.sharded.matrices"),
         )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]
