@@ -17,7 +17,7 @@ from ...conftest import module_fixture
 
 ALLOCATE, FREE, WAIT, LAUNCH = range(4)
 LOADED = ("function", "threads", "shared")
-DTYPES = {6: torch.float32, 0: torch.uint8, 4: torch.int64}
+DTYPES = {6: torch.float32, 7: torch.float64, 0: torch.uint8, 4: torch.int64}
 
 
 plans = module_fixture("kernels.launch.launch_plan")
@@ -272,6 +272,21 @@ def together_in(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return not set(range(one[0], one[1] + 1)).isdisjoint(range(other[0], other[1] + 1))
 
 
+def test_a_result_in_float64(plans, current) -> None:
+    """As the gradient of a router's weights in float64 is."""
+
+    def run(launch, x, y):
+        out = torch.empty(8, dtype=torch.float64)
+        launch(Kernel(), (1,))(x, y, out.view(torch.float32)[:8], 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    x, y = drawn(8, 8)
+    _, _, program = record(plans, run, [x, y])
+    (found,) = play(program, [x, y])
+    assert found.dtype == torch.float64
+    assert torch.equal(found.view(torch.float32)[:8], x + y)
+
+
 def test_an_empty_grid_launches_nothing(plans, current) -> None:
     """As Triton has it; the driver refuses such a launch."""
 
@@ -293,7 +308,7 @@ def test_an_empty_grid_launches_nothing(plans, current) -> None:
         ("not what was allocated", lambda launch, x, y: [x]),
         ("not what was allocated", lambda launch, x, y: [torch.empty(8)[:4]]),
         ("share their memory", lambda launch, x, y: [out := torch.empty(8), out]),
-        ("memory of|result is of", lambda launch, x, y: [torch.empty(8, dtype=torch.float64)]),
+        ("memory of|result is of", lambda launch, x, y: [torch.empty(8, dtype=torch.complex64)]),
     ],
 )
 def test_refusals(plans, current, reason, function) -> None:

@@ -74,6 +74,16 @@ def test_a_specialization_is_tritons(compiler, kernel) -> None:
         compiler.specialization(kernel, arguments(True), {"BLOCK": 64})
 
 
+def test_every_dtype_that_the_experts_take_has_a_type(compiler, kernel, submodule) -> None:
+    from triton.runtime.jit import mangle_type
+
+    checks = submodule("kernels.checks")
+    for dtype in (*checks.DTYPES, *checks.INTEGERS):
+        x = torch.zeros(16, dtype=dtype)
+        found = compiler.specialization(kernel, (x, x, 64, 1, 2.0, None), {"BLOCK": 64})
+        assert found.signature["x"] == mangle_type(x)
+
+
 COMPILED_ONCE = """
 import importlib
 

@@ -65,6 +65,7 @@ _SCALAR_TYPES = {
     torch.int64: 4,
     torch.float16: 5,
     torch.float32: 6,
+    torch.float64: 7,
     torch.bfloat16: 15,
 }
 _ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch/launch_plan.h

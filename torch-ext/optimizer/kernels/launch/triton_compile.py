@@ -43,6 +43,7 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
 }
 _CODE, _DESCRIBED = "kernel.cubin", "kernel.json"  # files of a kernel in the cache
 _ALIGNMENT = 16  # of addresses and integers: a multiple is compiled in
