@@ -40,7 +40,7 @@ from ._models import (
     step,
     trained,
 )
-from ._trainers import losses, samples, settings, tokenizer
+from ._trainers import losses, samples, settings
 from .test_peft import train
 from .test_peft_adapter import edit
 
@@ -610,25 +610,3 @@ def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
     assert sum("mlp.gate.modules_to_save" in name for name in trained(model)) == 2
     train(model)
     assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
-
-
-def test_sft_trainer_takes_the_model(opt, device, tmp_path: Path) -> None:
-    import trl
-
-    torch.manual_seed(7)
-    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), 3, 7, **ALL)
-    rows = [{"input_ids": ids} for ids in samples()]
-    trainer = trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**settings(tmp_path, device) | {"max_steps": 5, "save_steps": 5}),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer(),
-    )
-    trainer.train()
-    found = losses(trainer)
-    assert found[5] < found[1]
-    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
-    folders = (tmp_path / "checkpoint-5", tmp_path / "ours")
-    kept, ours = (load_file(folder / "adapter_model.safetensors") for folder in folders)
-    assert_same_tensors(ours, kept)
-    assert all(any(part in key for key in kept) for part in PARTS)

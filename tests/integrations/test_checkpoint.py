@@ -474,23 +474,11 @@ def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
         except ValueError as error:
             assert str(path) in str(error)
     assert unseen == []
+    with pytest.raises(ValueError, match=r"is damaged: the checksums of 'state\.\d\.\d\.\w+'"):
+        path.write_bytes(written[:-1] + bytes([written[-1] ^ 4]))
+        read(path)
     path.write_bytes(written)
     opt.load_optimizer(optimizer, tmp_path)
-
-
-def test_the_message_names_what_is_damaged(opt, tmp_path) -> None:
-    params = parameters([(64, 64)])
-    optimizer = opt.Muon(params)
-    optimizer.fit_state()
-    opt.save_optimizer(optimizer, tmp_path)
-    path = tmp_path / "optimizer.safetensors"
-    written = bytearray(path.read_bytes())
-    written[-100] ^= 4
-    path.write_bytes(written)
-    with pytest.raises(
-        ValueError, match=r"is damaged: the checksums of 'state\.0\.0\.momentum_buffer'"
-    ):
-        opt.load_optimizer(opt.Muon(params), tmp_path)
 
 
 def save_at_once(opt, optimizer, folder) -> None:
