@@ -67,7 +67,7 @@ class profile_steps:  # noqa: N801 - used as a function: `with profile_steps(...
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(
+        profile = torch.profiler.profile(
             activities=activities,
             schedule=self._action,
             on_trace_ready=self._write,
@@ -75,8 +75,9 @@ class profile_steps:  # noqa: N801 - used as a function: `with profile_steps(...
             profile_memory=True,
             with_stack=True,
         )
+        profile.start()
+        self._profile = profile
         self._record_history()
-        self._profile.start()
         return self
 
     def step(self) -> None:
@@ -187,7 +188,8 @@ class ProfileCallback:
         atexit.register(self.close)
 
     def on_step_end(self, *arguments: Any, **named: Any) -> None:
-        self._session.step()
+        if self._session._profile is not None:
+            self._session.step()
 
     def on_train_end(self, *arguments: Any, **named: Any) -> None:
         self.close()
