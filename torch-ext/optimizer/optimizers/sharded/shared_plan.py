@@ -471,6 +471,7 @@ class Shared:
     graphs: Graphs = field(default_factory=Graphs)
     in_backward: InBackward | None = None
     _last: StepRun | None = None
+    _streams: Sequence[torch.cuda.Stream] = ()
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
@@ -495,6 +496,9 @@ class Shared:
             if group.none_grad:
                 for part in itertools.chain.from_iterable(map(parts_of, chunks)):
                     remaining.update(part.params)
+        if self.in_backward is not None:
+            devices = (d for d in self.staging.devices() if d.type == "cuda")
+            self._streams = [torch.cuda.current_stream(device) for device in devices]
         begun = {} if run is None else run.begun
         self._last = StepRun(state, kept, remaining, self.staging, self.graphs, begun)
         return self._last
@@ -503,6 +507,8 @@ class Shared:
         """Start the next step before it is called; None before the first one."""
         if self._last is None:
             return None
+        for stream in self._streams:  # of the last step, whose memory is written now
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._free_memory(early=True)
         self.graphs.begin(on=False)  # a capture in a thread of autograd would see its kernels
         return replace(self._last, remaining=Counter(), begun={})
