@@ -56,8 +56,7 @@ MESHES ?= 1000
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 ARTIFACT_SUITE = $(shell grep -rl --include='*.py' 'mark\.artifacts' tests)
-SYMM_SUITE := tests/distributed/test_symm_exchanges.py tests/distributed/test_symm_faults.py \
-    tests/tensor_parallel/test_tensor_parallel_gpu.py
+SYMM_SUITE := tests/distributed/test_symm.py tests/tensor_parallel/test_tensor_parallel_gpu.py
 # Read when torch is imported: two ranks on one GPU, no multicast; and all code there before one waits.
 SYMM_ENV := TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUDA_MODULE_LOADING=EAGER
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
