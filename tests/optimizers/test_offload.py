@@ -72,7 +72,8 @@ def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkey
             new_gradients(params, seed=step)
             for index in (step % 6, (2 * step) % 6):
                 params[index].grad = None
-            optimizer.step()
+            with NoHostReads():
+                optimizer.step()
         runs.append(optimizer)
     assert runs[1].offloaded
     assert_same_values(*runs)
@@ -268,16 +269,6 @@ def test_copies_of_the_optimizer(opt, device, make, way) -> None:
     assert_same_values(clone, optimizer)
     optimizer.turn_off_cpu_offload()
     assert not copy.deepcopy(optimizer).offloaded
-
-
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_a_step_with_offload_never_reads_on_the_host(opt, device, name) -> None:
-    params = parameters([(6, 4), (4, 6), (6, 4), (5,)], device=device)
-    groups = marked(params, 3)
-    optimizer = getattr(opt, name)([{**group, "lr": 0.1} for group in groups])
-    optimizer.turn_on_cpu_offload()
-    with NoHostReads():
-        train(optimizer, params, 3)
 
 
 def test_replicated_dtensors(opt, tmp_path) -> None:

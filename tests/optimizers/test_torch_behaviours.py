@@ -340,9 +340,9 @@ def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, nam
 @by_class()
 def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> None:
     """What was saved continues as it was; defaults stay those of the constructor."""
-    problem, optimizer = stepped(
-        opt, device, name, lr=0.03, weight_decay=0.2, momentum=0.6, betas=(0.5, 0.6), ns_steps=3
-    )
+    saved = {"momentum": 0.6, "betas": (0.5, 0.6), "ns_steps": 3, "beta2": 0.9}
+    saved |= {"momentum_dtype": torch.bfloat16}  # which decides what the state is, as beta2 does
+    problem, optimizer = stepped(opt, device, name, lr=0.03, weight_decay=0.2, **saved)
     twin = problem.copy()
     loaded = make(opt, name, twin.params, lr=0.5, none_grad=False, adjust_lr_fn="none")
     defaults = copy.deepcopy(loaded.defaults)
