@@ -39,6 +39,7 @@ def write_log(name: str, answers: Any) -> None:
     """Everything that the ranks said, beside the one line of the test."""
     if folder := os.environ.get("OUT"):
         path = Path(folder) / f"symm-{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(answers, indent=1, default=str))
 
 
