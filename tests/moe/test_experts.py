@@ -56,6 +56,22 @@ def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
     assert_layer_close_to_eager(moe, device, problem)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_router_weights_of_any_dtype(moe, device, dtype, backend):
+    """Weights that all of them hold exactly give the same bits; gradients are theirs."""
+    layer, x, ids, gates, grad = LayerProblem(5).drawn(moe, device, backend)
+    eighths = (gates.detach() * 8).round() / 8
+    found = []
+    for weights in (eighths.clone(), eighths.to(dtype)):
+        y = layer(x, ids, weights.requires_grad_())
+        found += [y.detach(), *torch.autograd.grad(y, weights, grad)]
+    y, dgates, same_y, narrow = found
+    assert_same_bits(same_y, y)
+    assert narrow.dtype == dtype
+    torch.testing.assert_close(narrow.float(), dgates.to(dtype).float(), rtol=1e-2, atol=1e-3)
+
+
 def test_path_by_name(moe, device):
     """Every stage takes it."""
 
