@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -167,6 +168,24 @@ def test_a_loaded_run_continues_bit_for_bit(
     train(resumed, copies, 3, seed=50)
     assert_all_same_bits(values(params), values(copies))
     assert_same_state(resumed, optimizer)
+
+
+@MAKERS
+def test_a_rate_that_a_scheduler_made_with_numpy_is_saved_as_a_number(opt, device, make) -> None:
+    """Between `scheduler.step()` and the next step, where a loop saves."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step / 9.0))
+    train(optimizer, params, 1)
+    scheduler.step()
+    rate = optimizer.param_groups[0]["lr"]
+    memory = io.BytesIO()
+    torch.save(optimizer.state_dict(), memory)
+    memory.seek(0)
+    loaded = torch.load(memory, weights_only=True)["param_groups"]
+    assert type(rate) is numpy.float64
+    assert [type(group["lr"]) for group in loaded] == [float] * len(loaded)
+    assert loaded[0]["lr"] == rate
 
 
 @MAKERS

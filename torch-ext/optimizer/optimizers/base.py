@@ -182,6 +182,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._check_count()
         for number, group in enumerate(self.param_groups):
             self.format.options(group, f"group {number}")
+            self.format.tidy(group)  # numbers of numpy, which weights-only loading refuses
         params = [param for group in self.param_groups for param in group["params"]]
         if self.has_state() and not all(param in self.state for param in params):
             self.fit_state()  # of a group that was added since the last step

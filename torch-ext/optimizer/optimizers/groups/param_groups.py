@@ -118,10 +118,14 @@ class Format:
                 values[name] = value.detach().reshape(())  # (1,) would lend its dtype to others
         return OPTIONS[kind](**values)
 
-    def recheck(self, group: dict[str, Any], where: str) -> MuonOptions | AdamWOptions:
-        """The options of a group that changed: tidied in place and checked; no Tensor is read."""
+    def tidy(self, group: dict[str, Any]) -> None:
+        """Give every option of a group its stored form, in place."""
         for key in self.keys(self.kind(group)):
             group[key] = tidy(key, group[key])
+
+    def recheck(self, group: dict[str, Any], where: str) -> MuonOptions | AdamWOptions:
+        """The options of a group that changed: tidied in place and checked; no Tensor is read."""
+        self.tidy(group)
         options = self.options(group, where)
         options.check(where, read_lr=False)
         return options
