@@ -85,6 +85,9 @@ def test_a_graph_copies_rows_and_a_wait_sees_them(push, signals, device, words, 
     src = random_bytes((2048, 1024), device)
     dst, seen = columns(2048, 1024, 16, 0, device)[0], torch.zeros_like(src)
     graph, _ = capture(lambda: push([dst, words[:1]], [src, words[1:2]]), warm_up=1)
+    graph.replay()
+    seen.copy_(dst)  # no kernel may be loaded behind a wait: loading waits for what runs
+    signals.wait_signals(words[:1], 0, TIMEOUT, status)
     side = torch.cuda.Stream()
     for epoch in range(1, 6):
         src.copy_(random_bytes(src.shape, device))

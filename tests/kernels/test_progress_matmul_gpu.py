@@ -120,7 +120,7 @@ def test_rows_that_arrive_meanwhile_are_read_when_they_are_there(
             with torch.cuda.stream(side):
                 for c in [(pivot + i) % chunks for i in range(1, chunks)]:
                     part = slice(c * rows, (c + 1) * rows)
-                    communication.push([arriving[part]], [a[part]])
+                    communication.push([arriving[part]], [a[part]], blocks=0)
                     communication.stream_write_value32(words, c, epoch)
         torch.cuda.synchronize()
         assert status.item() == 0

@@ -49,7 +49,9 @@ def push(dsts: Sequence[Tensor], srcs: Sequence[Tensor], *, blocks: int | None =
             run of bytes, or rows of bytes at equal distances in each tensor, such as a slice of
             columns; which dimension is a row may differ from pair to pair.
         blocks: multiprocessors that the kernel may take, at most 65536; None means 64, which is the
-            rate of a contiguous copy on an H200, and 0 leaves all to the driver.
+            rate of a contiguous copy on an H200. 0 leaves all to the driver, as is right behind a
+            grid that waits for what is copied: it may leave the kernel no multiprocessor, and the
+            kernel's first launch, which loads its code, waits for all that runs.
 
     Raises:
         TypeError: an entry is no dense tensor, or the dtypes of a pair differ, or blocks is no
