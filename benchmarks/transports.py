@@ -64,19 +64,26 @@ class Found:
 
 
 class Link:
-    """The two ways of one exchange: as many bytes from every rank to every other and itself."""
+    """The two ways of one exchange: as many bytes from every rank to every other and itself.
 
-    def __init__(self, built: package.Built, ranks: several_gpus.Ranks, size: int) -> None:
+    `matrices`: of which they are rows; p2p puts these together at the owner.
+    """
+
+    def __init__(
+        self, built: package.Built, ranks: several_gpus.Ranks, size: int, matrices: int = 1
+    ) -> None:
         import torch
         from torch import distributed
 
         module = package.module(built.package, "distributed.transport")
         messages = package.module(built.package, "distributed.message_layout")
         policy = package.module(built.package, "distributed.policy")
-        self.ranks, part = ranks, size // ranks.count // 16 * 16
+        unit = 16 * matrices
+        self.ranks, part = ranks, size // ranks.count // unit * unit
         counts = (part,) * ranks.count
         # One message object per direction: a transport knows its exchanges by them.
-        self.going, self.coming = (messages.Message((), counts) for _ in range(2))
+        rows = (matrices,) * ranks.count
+        self.going, self.coming = messages.Message((), counts, rows), messages.Message((), counts)
         planned = policy.Planned("bytes", self.going, self.coming)
         self.traffic = policy.Traffic((planned,), ranks.device, 1.0, 4)
         self.transport = module.GroupTransport(distributed.group.WORLD)
@@ -198,14 +205,15 @@ def gather(
     built: package.Built, ranks: several_gpus.Ranks, count: int, n: int, goal: str
 ) -> Iterator[Found]:
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
-    link = Link(built, ranks, count * n * n * 2 // ranks.count)
+    link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)
     exchange = package.module(built.package, "optimizers.sharded.exchange")
 
     def phase() -> None:
         link.launch().wait()
-        found = link.place().view(ranks.count, count // ranks.count, -1)
-        exchange.in_words(found).transpose(0, 1).contiguous()
-        if link.lease is not None:
+        if link.lease is None:
+            found = link.place().view(ranks.count, count // ranks.count, -1)
+            exchange.in_words(found).transpose(0, 1).contiguous()
+        else:
             link.lease.give()
             link.lease = link.transport.inbox(link.coming)
 
