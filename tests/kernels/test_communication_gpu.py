@@ -140,6 +140,10 @@ def test_rows_two_gib_apart(push, device):
 def test_a_stream_waits_for_the_copies_of_another(push, signals, device, words, status):
     """The wait is launched first; whoever comes behind it sees all that was pushed."""
     side = torch.cuda.Stream()
+    loaded = torch.zeros(512, 1500, device=device)[:, 100:1100]  # no code may be loaded behind it
+    push([loaded], [loaded.clone()])
+    signals.memset32(words, 0, 0, 8)
+    signals.wait_signals(words[:8], 0, TIMEOUT, status)
     for epoch in range(1, 51):
         src = torch.full((512, 1000), float(epoch), device=device)
         dst = torch.zeros(512, 1500, device=device)[:, 100:1100]
