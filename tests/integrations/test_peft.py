@@ -471,6 +471,26 @@ def test_nothing_is_merged_into_4_bits(opt, device, kind: str) -> None:
         assert_error_at_most(logits(model), expected, FP32)
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_wrapped_model_is_pickled_whole(opt, device, tmp_path, quantize) -> None:
+    model = opt.integrations.attach_lora(
+        build("qwen3_moe").to(device), 3, 7, target_modules=["q_proj"], quantize=quantize
+    )
+    set_random_lora(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    if not quantize:
+        with pytest.raises(RuntimeError, match=r"call use_in_transformers\(model\) again"):
+            logits(loaded)
+    opt.integrations.use_in_transformers(loaded)
+    assert_same_bits(logits(loaded), logits(model))
+    set_random_lora(loaded, seed=3)
+    assert relative_error(logits(loaded), logits(model)) > 0.1
+    if quantize:
+        with pytest.raises(ValueError, match="is in 4 bits"):
+            loaded.merge_adapter()
+
+
 def test_only_peft_is_told_of_the_stacks(opt, device) -> None:
     """fully_shard and DDP ask in the same words, and would take the bytes twice."""
     model, _ = quantized(opt, device)

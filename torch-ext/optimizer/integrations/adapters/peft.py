@@ -178,11 +178,12 @@ def _refuse_merge(wrapper: nn.Module, *_: Any, **__: Any) -> None:
 def check_bypass(wrapper: nn.Module) -> None:
     """Raise ValueError if another library replaced the wrapper's forward; change nothing."""
     present = vars(wrapper).get("forward")
-    replaced = present is not None and getattr(present, "__func__", None) is not _forward
+    usual = (_forward, type(wrapper).forward)  # the class's own comes from pickle
+    replaced = present is not None and getattr(present, "__func__", None) not in usual
     if _slot(wrapper) == "forward" and replaced:
         raise ValueError(
             f"the forward of PEFT's wrapper of {wrapper.parameter_name} was replaced by "
-            f"{present!r}; undo that, then call use_in_transformers"
+            f"{present!r:.99}; undo that, then call use_in_transformers"
         )
 
 
@@ -206,6 +207,11 @@ def _forward(wrapper: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: An
     if lora is not None:
         kwargs["lora"] = lora
     return experts(hidden_states, *args, **kwargs)
+
+
+# Pickle looks for a bound method by its name, and finds PEFT's own; use_in_transformers puts these
+# back. (Other callables torch.compile would compile anew for every layer.)
+_forward.__name__, _refuse_merge.__name__ = "forward", "merge"
 
 
 def check_bypassed(experts: nn.Module) -> None:
