@@ -174,17 +174,18 @@ def test_resume_refuses_what_does_not_fit(
     assert sorted(path for path in finished.rglob("*")) == before
 
 
-def test_sweep_widens_its_grid_and_writes_its_tables(corpus: Path, tmp_path: Path) -> None:
+def test_sweep_widens_its_grid_and_writes_its_tables(corpus: Path, forked, tmp_path: Path) -> None:
     table = tmp_path / "tables" / "sweep-v1.0"
-    printed, _ = run(
-        *(*DEMO, tmp_path, "--corpus", corpus, "--steps", 20, "--sweep", "--seeds", 1, "--jobs", 2),
+    done = forked(
+        *(tmp_path, "--corpus", corpus, "--steps", 20, "--sweep", "--seeds", 1, "--jobs", 2),
         *("--lrs-adamw", "0.004,0.016", "--lrs-muon", "0.008,0.032", "--out", table),
     )
+    assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert content == json.loads(Path(f"{table}.json").read_text())
     assert content["torch"] and content["device"] and content["package"]["variant"]
     text = Path(f"{table}.md").read_text()
-    assert text in printed
+    assert text in done.stdout
     for name in OPTIMIZERS:
         rows = [row for row in content["rows"] if row["optimizer"] == name]
         rates = [row["lr"] for row in rows]
@@ -386,16 +387,23 @@ def loss(output: str) -> float:
 
 
 @pytest.mark.usefixtures("opt")
-def test_train_nanochat_groups(corpus, tmp_path) -> None:
+def test_train_nanochat_groups(corpus, forks, tmp_path) -> None:
     """It learns, and a resumed run, also with its state in host memory, ends at the same loss."""
     common = ("--corpus", corpus, "--steps", 60, "--out-dir", tmp_path)
+
+    def again(*options: object) -> str:
+        words = ("examples/train_nanochat_groups.py", *TINY, "--device", "cpu", *options)
+        done = forks.run(*words, folder=ROOT, environment=environment(OMP_NUM_THREADS="1"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     whole = run_tiny("train_nanochat_groups.py", *common, "--save-every", 25)
     assert loss(whole) < 4.2  # log(256) = 5.55 nats before the first step
     (tmp_path / "step-000060" / "optimizer.safetensors").unlink()  # killed in mid-save
-    resumed = run_tiny("train_nanochat_groups.py", *common, "--resume", "--offload")
+    resumed = again(*common, "--resume", "--offload")
     assert "from step 50" in resumed
     assert loss(resumed) == loss(whole)
-    run_tiny("train_nanochat_groups.py", "--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
+    again("--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
     # --resume would go on from steps of the run before.
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
 
