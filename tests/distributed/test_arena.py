@@ -125,50 +125,6 @@ def test_every_byte_arrives_where_it_belongs(opt, plan, seed) -> None:
         assert [*found] == [[]] * len(transports)
 
 
-def test_the_same_slots_in_every_step(opt) -> None:
-    """So that stages of CUDA graphs find messages where they were."""
-    counts = [[[16] * 2] * 2] * 7
-    one, other = threads_of(opt, counts, 3)
-
-    def places(transport) -> list[list[int]]:
-        seen = []
-        for _ in range(3):
-            transport.begin(early=False)
-            seen.append([])
-            for going, coming in transport.pairs:
-                lease = transport.inbox(coming)
-                seen[-1].append(lease.slot)
-                outbox = torch.zeros(going.size, dtype=torch.uint8)
-                transport.exchange(going, outbox, coming, lease.bytes)
-                lease.give()
-        return seen
-
-    with ThreadPoolExecutor(2) as pool:
-        here, there = pool.map(places, (one, other))
-    assert here == there
-    assert here[0] == here[1] == here[2] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_enough_slots_need_no_barrier(opt) -> None:
-    """Signals say that slots are read; with a slot too few an empty exchange says it."""
-    counts = [[[16] * 2] * 2] * 12
-    for slots, barriers in ((4, 0), (2, 10)):
-        transports = threads_of(opt, counts, slots)
-        with ThreadPoolExecutor(2) as pool:
-            for found in pool.map(lambda one: run_steps(one, counts, 1, 0, steps=1), transports):
-                assert found == []
-        assert {one.barriers for one in transports} == {barriers}
-
-
-def test_without_a_slot_a_message_goes_another_way(opt) -> None:
-    transports = threads_of(opt, [[[16] * 2] * 2] * 3, 2)
-    leases = [transports[0].inbox(coming) for _, coming in transports[0].pairs]
-    assert [lease and lease.slot for lease in leases] == [0, 1, None]
-    said = [transports[0].why_not(coming) for _, coming in transports[0].pairs]
-    assert said[:2] == [None, None]
-    assert said[2].startswith("no slot was free: slots=2")
-
-
 @pytest.mark.sees_defect("a rank that gave up waiting goes on to send what it made of nothing")
 def test_a_late_rank_is_an_error_and_what_it_missed_is_zeros(opt) -> None:
     """Its message is zeros, its signal stays, and the third rank does not take what it sends."""
@@ -257,35 +213,3 @@ def test_an_exchange_is_not_captured(opt, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
         one.arena.exchange([], [], None, torch.empty(0))
     assert one.arena.launched == launched
-
-
-def test_parts_from_where_they_are(opt) -> None:
-    """Rows and columns of tensors arrive as the parts of a packed message would."""
-    ranks, layout = 3, module_of(opt, "distributed.message_layout")
-    size = 4 * 6 * 4  # of a part, float32
-    counts = [[[0 if s == r else 2 * size for r in range(ranks)] for s in range(ranks)]] * 4
-    transports = threads_of(opt, counts, 3)
-
-    def run(rank: int) -> list[bool]:
-        transport, right = transports[rank], []
-        others = [other for other in range(ranks) if other != rank]
-        whole = torch.arange(rank * 100, rank * 100 + 96.0).view(8, 12)
-        for number, (going, coming) in enumerate(transport.pairs):
-            ends = [other for other in others for _ in range(2)]
-            parts = [layout.Part(k, None, k * size, (k + 1) * size) for k in range(len(ends))]
-            going = layout.Message(tuple(parts), going.counts)
-            pieces = [(whole + other)[4 * k :, :6][:4] for other in others for k in range(2)]
-            lease = transport.inbox(coming)
-            transport.exchange(going, [] if number == 2 else pieces, coming, lease.bytes)
-            found = lease.bytes.view(torch.float32).view(2, 2, 4, 6)
-            theirs = [torch.arange(o * 100, o * 100 + 96.0).view(8, 12) + rank for o in others]
-            expected = torch.stack([t[:, :6].reshape(2, 4, 6) for t in theirs])
-            right.append(number == 2 or torch.equal(found, expected))
-            lease.give()
-        assert transport.how(transport.pairs[0][1]) == "; pushed from where it lies"
-        assert transport.how(transport.pairs[2][1]) == ""
-        transport.check()
-        return right
-
-    with ThreadPoolExecutor(ranks) as pool:
-        assert [*pool.map(run, range(ranks))] == [[True] * 4] * ranks

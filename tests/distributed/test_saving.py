@@ -56,6 +56,7 @@ def save_a_part(opt: Any, held: str, saver: str, folder: Path) -> tuple[str, boo
 def test_a_part_of_the_state_is_not_saved_as_the_whole(ranks, held, saver, tmp_path) -> None:
     """Such a file would have the shapes of one rank's shards, and nothing could load it."""
     message, written = same_everywhere(ranks(2).run(save_a_part, held, saver, tmp_path / "saved"))
+    assert message.startswith("TypeError: ")
     assert "save it with torch.distributed.checkpoint" in message
     assert ("'unreduced'" if held == "unreduced" else "group 0, parameter 0") in message
     assert not written
@@ -135,18 +136,17 @@ def offload_of_parts(opt: Any) -> tuple[str, bool]:
         {"kind": "muon", "params": params[1:], "lr": 0.1},
     ]
     optimizer = opt.DistMuonAdamW(groups)
-    with pytest.raises(ValueError) as error:
-        optimizer.turn_on_cpu_offload()
+    message = message_of(optimizer.turn_on_cpu_offload)
     for param in params:
         param.grad = torch.full_like(param, 1.0 + distributed.get_rank())
     optimizer.step()
-    return str(error.value), optimizer.offloaded
+    return message, optimizer.offloaded
 
 
 def test_offload_of_a_part_of_the_state_is_refused(ranks) -> None:
     """Before anything has moved."""
     message, offloaded = same_everywhere(ranks(2).run(offload_of_parts))
-    assert "CPU offload is not supported with gradients='unreduced'" in message
+    assert message.startswith("ValueError: CPU offload is not supported with gradients='unre")
     assert not offloaded
 
 

@@ -17,7 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._cases import bits, device
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import Watch, give, gradients, module_of, on_all, outcome, plain_params
+from .test_sharing import (
+    Watch,
+    give,
+    gradients,
+    message_of,
+    module_of,
+    on_all,
+    outcome,
+    plain_params,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -407,13 +416,14 @@ def test_a_refused_group_gets_no_owners(opt) -> None:
 
 def sharded(opt) -> str:
     (param,) = on_all("S0", [(4, 4)])
-    with pytest.raises(TypeError) as error:
-        opt.DistMuonAdamW([{"kind": "muon", "params": [("w", param)], "lr": 0.1}])
-    return str(error.value)
+    return message_of(
+        lambda: opt.DistMuonAdamW([{"kind": "muon", "params": [("w", param)], "lr": 0.1}])
+    )
 
 
 def test_dtensors_are_refused(ranks) -> None:
     message = same_everywhere(ranks(2).run(sharded))
+    assert message.startswith("TypeError: ")
     assert "parameter 'w': gradients='unreduced' takes plain parameters" in message
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..optimizers._steps import TinyTransformer, language_loss
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
+from .test_sharing import message_of
 
 pytestmark = pytest.mark.dist
 
@@ -220,16 +221,14 @@ def merge_nan(opt: Any) -> str:
         if last.to_local().numel() and torch.distributed.get_rank() == 0:
             last.to_local()[0, 0] = float("nan")
     before = stacks(model)
-    try:
-        opt.integrations.merge_lora(model)
-    except ValueError as error:
-        assert_equal(stacks(model), before)
-        return str(error)
-    return "merged"
+    message = message_of(lambda: opt.integrations.merge_lora(model))
+    assert_equal(stacks(model), before)
+    return message
 
 
 def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
-    assert "NaN or inf" in same_everywhere(ranks(2).run(merge_nan))
+    message = same_everywhere(ranks(2).run(merge_nan))
+    assert message.startswith("ValueError: ") and "NaN or inf" in message
 
 
 def save_adapter(opt: Any, folder: Path, how: str, modules: Any) -> list[str]:
@@ -259,11 +258,8 @@ def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how, modules, tmp_p
 
 def save_into_a_file(opt: Any, folder: Path) -> str:
     model = shard(model_of(opt))
-    try:
-        opt.integrations.save_peft_adapter(model, folder / "file")
-    except OSError as error:
-        return f"{type(error).__name__}: {error}".removeprefix("OSError: the rank that writes ")
-    return "saved"
+    message = message_of(lambda: opt.integrations.save_peft_adapter(model, folder / "file"))
+    return message.removeprefix("OSError: the rank that writes ")
 
 
 def test_all_ranks_raise_if_the_one_that_writes_fails(ranks, tmp_path) -> None:
@@ -282,13 +278,10 @@ def save_4_bits(opt: Any, folder: Path) -> str:
     loaded = opt.integrations.load_quantized(folder / "saved", device_map="cpu", dtype="float32")
     found, expected = loaded.state_dict(), alone.state_dict()
     assert_equal(found, expected)
-    try:
-        (folder / "saved" / "model.safetensors").touch()
-        opt.integrations.save_quantized(model, folder / "saved")
-    except (OSError, ValueError) as error:
-        assert "holds another checkpoint" in str(error)
-        return file.name
-    return "saved twice"
+    (folder / "saved" / "model.safetensors").touch()
+    message = message_of(lambda: opt.integrations.save_quantized(model, folder / "saved"))
+    assert "holds another checkpoint" in message
+    return file.name
 
 
 def test_4_bit_experts_in_shards_are_saved_as_whole_ones(ranks, tmp_path) -> None:
@@ -313,10 +306,7 @@ def attach_late(opt: Any, folder: Path) -> list[str]:
             lambda model=model: opt.integrations.attach_lora(model, 3, 7),
             lambda model=model: opt.integrations.load_peft_adapter(model, folder),
         ):
-            try:
-                call()
-            except ValueError as error:
-                said.append(str(error))
+            said.append(message_of(call))
         assert set(dict(model.named_parameters())) == before
         assert all(parameter.requires_grad for parameter in model.parameters())
     return said
@@ -324,6 +314,7 @@ def attach_late(opt: Any, folder: Path) -> list[str]:
 
 def test_lora_comes_before_the_shards(ranks, tmp_path) -> None:
     fsdp, loaded, tp, loaded_tp = same_everywhere(ranks(2).run(attach_late, tmp_path))
+    assert {text.split(": ")[0] for text in (fsdp, tp)} == {"ValueError"}
     assert fsdp == loaded and "attach LoRA first, then call fully_shard" in fsdp
     assert tp == loaded_tp and "tensor parallelism splits model.layers.1.mlp.experts" in tp
 
