@@ -699,6 +699,19 @@ def test_forced_paths_stand_beside_the_own_one(harness, results) -> None:
     assert line == "| MoE layers with LoRA | 8.0 and newer except 9.0 | 1 | 0.50 | 1.00 |"
 
 
+@pytest.mark.parametrize(
+    ("baseline", "shown"),
+    [
+        ("torch 2.11.0+cu130 AdamW(fused=True)", "torch AdamW(fused=True)"),
+        ("torch 2.11.0+cu130, torch._fused_adamw_", "torch._fused_adamw_"),
+        ("torch.compile of five steps", "torch.compile of five steps"),
+        ("bitsandbytes 0.50.2 dequantize_4bit", "bitsandbytes 0.50.2 dequantize_4bit"),
+    ],
+)
+def test_a_release_of_torch_is_not_said_in_every_line(harness, baseline, shown) -> None:
+    assert harness.comparison.opponent(baseline) == shown
+
+
 def test_nothing_measured_is_said(harness) -> None:
     for text in (harness.comparison.comparison({}), harness.comparison.forced({})):
         assert text == "No measurement has been committed yet."

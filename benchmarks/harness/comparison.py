@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,12 @@ def _rows(results: Results, name: str) -> list[Mapping[str, Any]]:
     return [row for row in results.get(name, {"rows": ()})["rows"] if row["ok"]]
 
 
+def opponent(baseline: str) -> str:
+    """A baseline without torch's release, which stands beside the machine."""
+    rest = re.sub(r"^torch \d[^ ,]*,? ", "", baseline)
+    return rest if rest == baseline or rest.startswith("torch") else f"torch {rest}"
+
+
 def pairs(results: Results) -> Iterator[Pair]:
     """Every case of ours on the path that a user gets, beside each opponent measured for it."""
     for name in TIMED:
@@ -71,7 +78,7 @@ def pairs(results: Results) -> Iterator[Pair]:
         for case, row in ours.items():
             if not row["baseline"].startswith(OURSELVES):
                 theirs = row["baseline_wall_ms"]
-                yield Pair(name, case, row["baseline"], row["wall_ms"], theirs)
+                yield Pair(name, case, opponent(row["baseline"]), row["wall_ms"], theirs)
             yield from (
                 Pair(name, case, title(peer["variant"]), row["wall_ms"], peer["wall_ms"])
                 for peer in rows

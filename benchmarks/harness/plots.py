@@ -152,7 +152,7 @@ def _headline(headline: Headline, result: dict | None) -> str | None:
             if peer["case"] in headline.against
         ]
     else:
-        peers = [(row["baseline_wall_ms"], row["baseline"])] + [
+        peers = [(row["baseline_wall_ms"], comparison.opponent(row["baseline"]))] + [
             (peer["wall_ms"], title(peer["variant"]))
             for peer in rows
             if peer["case"] == row["case"] and peer["variant"] in CHECKOUTS
