@@ -23,8 +23,10 @@ LIMIT = 3 * 4000  # bytes under way: several chunks
 class Hooked(Direct):
     """p2p whose messages leave in backward; counts exchanges and those before the step."""
 
-    def __init__(self, opt: Any, **options: Any) -> None:
+    def __init__(self, opt: Any, silent: tuple[int, ...] = (), **options: Any) -> None:
+        """`silent`: ranks whose messages leave in the step."""
         super().__init__(opt, **options)
+        self.silent = distributed.get_rank() in silent
         self.module = module_of(opt, "optimizers.sharded.in_backward").InBackward
         self.scatter = module_of(opt, "optimizers.sharded.reduce_scatter")
 
@@ -34,6 +36,8 @@ class Hooked(Direct):
 
         def send(here: Any) -> None:
             before = here._left
+            if self.silent:
+                return
             self.originals_of_send(here)
             counted["begun"] += here._left - before
 
@@ -68,9 +72,16 @@ def backward(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None
     torch.stack(terms).sum().backward()
 
 
-def trained(opt: Any, backwards: int, passes: int, to_none: bool, pushed: int) -> dict[str, int]:
-    """As many steps as there are with gradients that are packed in the step, bit for bit."""
-    with Hooked(opt) as counted:
+def trained(
+    opt: Any,
+    backwards: int,
+    passes: int,
+    to_none: bool,
+    pushed: int,
+    silent: tuple[int, ...] = (),
+) -> dict[str, int]:
+    """Some steps, bit for bit as with gradients that are packed in the step."""
+    with Hooked(opt, silent) as counted:
         module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
         optimizer, params = made(opt, backwards)
         for step in range(5):
@@ -179,6 +190,28 @@ def test_a_gradient_that_changed_is_refused(ranks, how) -> None:
         assert heard.startswith("RuntimeError: ") and "had left for its owner" in heard
         assert "group " in heard and "parameter " in heard
         assert same
+
+
+def hooked_before(opt: Any) -> int:
+    """A hook of the tensor halves gradients; it comes before they leave."""
+    with Hooked(opt) as counted:
+        optimizer, params = made(opt, 1)
+        plain, expected = made(opt, 0)
+        for param in params:
+            param.register_hook(lambda grad: grad / 2)
+        for one, of_one, factor in ((optimizer, params, 1.0), (plain, expected, 0.5)):
+            for step in (3, 4):
+                backward(of_one, step, factor)
+                one.step()
+                one.zero_grad()
+        optimizer.state_dict()
+    for param, other in zip(params, expected, strict=True):
+        assert bits(param) == bits(other)
+    return counted["begun"]
+
+
+def test_a_hook_of_the_tensor_comes_before(ranks) -> None:
+    assert min(ranks(2).run(hooked_before)) > 1
 
 
 def one_rank_alone(opt: Any, how: str) -> tuple[str, float]:
