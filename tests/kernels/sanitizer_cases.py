@@ -11,7 +11,6 @@ allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import os
@@ -24,10 +23,9 @@ from . import test_communication_gpu, test_packed_product_gpu, test_progress_mat
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
-from ._tensors import assert_same, copies, draw
+from ._tensors import draw
 from .test_nf4_dequant import DTYPES, STACKS, oracle
-from .test_step_ops import ADAMW as OPTIONS
-from .test_step_ops import MODES, draw_lists, rounding_options
+from .test_step_ops import OPS
 
 
 def loaded():
@@ -88,7 +86,7 @@ def quantized_weights(opt) -> int:
 def normalized_slices(opt) -> int:
     """normalize: layouts and dtypes at odd shapes, in odd frames; the number of cases."""
     device, count = torch.device("cuda"), 0
-    ops = importlib.import_module(f"{opt.__name__}._ops").ops
+    ops = submodule(opt, "_ops").ops
     for rows, cols in ((1, 1), (3, 1030), (259, 5), (67, 257), (130, 132)):
         for source in SYMMETRIC_DTYPES:
             x = torch.randn(3, rows, cols).to(source)  # compared on the CPU, see list_ops
@@ -116,9 +114,7 @@ def normalized_slices(opt) -> int:
 def norms(opt) -> int:
     """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
     device, count = torch.device("cuda"), 0
-    norm_factors = importlib.import_module(
-        f"{opt.__name__}.kernels.products.normalize"
-    ).norm_factors
+    norm_factors = submodule(opt, "kernels.products.normalize").norm_factors
     for side in (1, 67, 129, 260, 515):
         x = torch.randn(2, side, side)
         x = x.triu() + x.triu(1).mT
@@ -136,7 +132,7 @@ def norms(opt) -> int:
 def symmetric_products(opt) -> int:
     """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
     device, count = torch.device("cuda"), 0
-    module = importlib.import_module(f"{opt.__name__}.kernels.products.symmetric_matmul")
+    module = submodule(opt, "kernels.products.symmetric_matmul")
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
     for m, k in ((1, 1), (67, 33), (130, 129), (257, 70)):
         problem = Problem((2,), m, k, alpha=0.5, beta=2.0, diag=1.0, other=True)
@@ -159,7 +155,7 @@ def dense_products(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    ops = importlib.import_module(f"{opt.__name__}._ops").ops
+    ops = submodule(opt, "_ops").ops
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
         expected = exact_dense(arguments, torch.float16)
@@ -252,8 +248,8 @@ def chains(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module = importlib.import_module(f"{opt.__name__}.kernels.products.square_chain")
-    ops = importlib.import_module(f"{opt.__name__}._ops").ops
+    module = submodule(opt, "kernels.products.square_chain")
+    ops = submodule(opt, "_ops").ops
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
         x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
@@ -294,48 +290,25 @@ def list_ops(opt) -> int:
 
     The references run on the CPU: the tool would instrument all of torch's kernels, too.
     """
-    device, count, kernels = torch.device("cuda"), 0, opt.kernels
-    momentum, update, adamw = (
-        importlib.import_module(f"{kernels.__name__}.step.{op}")._reference
-        for op in ("momentum", "apply_update", "adamw")
-    )
+    device, count = torch.device("cuda"), 0
     shapes = ((5, 7), (0,), (3, 20, 17), (), (131, 129))
+    matrices = [shape for shape in shapes if len(shape) >= 2]
     for layout in ("plain", "unaligned", "permuted"):
-        params, grads, *state = draw_lists(shapes, device, LIST_DTYPES, LIST_DTYPES[::-1], layout)
-        out = draw(shapes, torch.float16, seed=4, layout=layout, device=device)
-        expected, plain_out = copies(state[0]), copies(out)
-        kernels.momentum(grads, state[0], out, mu=0.9, nesterov=True, form="ema")
-        momentum(copies(grads), expected, plain_out, 0.9, True, True, None)
-        assert_same([*state[0], *out], [*expected, *plain_out])
-        for mode in MODES:
-            rounding = rounding_options(kernels, mode, params, layout=layout)
-            same = {"residuals": None, "rounding": None}
-            if mode == "residual":
-                same["residuals"] = copies(rounding["residuals"])
-            if mode == "stochastic":
-                key = rounding["rounding"]
-                same["rounding"] = dataclasses.replace(key, step=key.step.cpu())
-            expected = [copies(tensors) for tensors in (params, grads, *state)]
-            kernels.adamw(params, grads, *state, **OPTIONS, **rounding)
-            adamw(*expected, **OPTIONS, **same)
-            options = {"lr": 0.1, "factors": [0.5] * len(params), "weight_decay": 0.1}
-            kernels.apply_update(params, grads, **options, **rounding)
-            plain = {"shaped_decay": False, "cautious": False}
-            update(expected[0], expected[1], **options, **plain, **same, **NO_MOMENTS)
-            assert_same(params, expected[0])
-            count += 2
-        matrices = [p for p in params if p.ndim >= 2]
-        updates = draw([p.shape for p in matrices], torch.float16, seed=5, device=device)
+        for kind in OPS.values():
+            op = kind(functools.partial(submodule, opt))
+            for mode in op.modes:
+                lists = op.lists(shapes, device, LIST_DTYPES, LIST_DTYPES[::-1], layout)
+                op.check(lists, mode, layout)
+                count += 1
+        params = draw(matrices, LIST_DTYPES, seed=0, layout=layout, device=device)
+        updates = draw(matrices, torch.float16, seed=5, device=device)
         options = {"lr": 0.1, "factors": [1.0] * len(matrices), "weight_decay": 0.1}
         for reduced in (-1, -2):
-            second = [p.float().mean(reduced, keepdim=True).abs() for p in matrices]
-            kernels.apply_update(matrices, updates, second_moments=second, beta2=0.9, **options)
-            assert all(p.isfinite().all() for p in matrices)
+            second = [p.float().mean(reduced, keepdim=True).abs() for p in params]
+            opt.kernels.apply_update(params, updates, second_moments=second, beta2=0.9, **options)
+            assert all(p.isfinite().all() for p in params)
             count += 1
     return count
-
-
-NO_MOMENTS = {"second_moments": None, "beta2": None}
 
 
 def planted() -> None:

@@ -1,4 +1,4 @@
-"""An `OptimizerInfo` of each class, made of torch's own inputs for Muon and AdamW and of ours."""
+"""Inputs of each class: torch's own for Muon and AdamW, right and wrong, and ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler as schedulers
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import SWALR
 
 SOURCE = Path("testing", "_internal", "common_optimizers.py")
@@ -24,7 +23,6 @@ DEFINITIONS = {
     "OptimizerInput",
     "OptimizerErrorEnum",
     "ErrorOptimizerInput",
-    "OptimizerInfo",
     "_get_device_type",
     "get_error_inputs_for_all_optims",
     "optim_inputs_func_muon",
@@ -37,7 +35,7 @@ DEFINITIONS = {
 
 
 def torch_infos() -> SimpleNamespace:
-    """torch's OptimizerInfo, OptimizerInput, ..., and its input functions for Muon and AdamW."""
+    """torch's OptimizerInput, ..., and its input functions for Muon and AdamW."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -52,8 +50,6 @@ def torch_infos() -> SimpleNamespace:
         "Enum": Enum,
         "Optimizer": torch.optim.Optimizer,
         "Parameter": Parameter,
-        "ReduceLROnPlateau": ReduceLROnPlateau,
-        "StepLR": StepLR,
         "Tensor": torch.Tensor,
         "torch": torch,
         "Union": Union,  # in annotations of torch 2.11
@@ -103,7 +99,7 @@ def all_torch_inputs(device: torch.device) -> list[Any]:
     return list({entry.desc: entry for entry in inputs}.values())
 
 
-def inputs(device: torch.device, dtype: torch.dtype | None = None) -> list[Any]:
+def inputs(device: torch.device) -> list[Any]:
     """What both classes can be constructed with."""
     supported = [entry for entry in all_torch_inputs(device) if not TORCH_ONLY & set(entry.kwargs)]
     own = [TORCH.OptimizerInput(None, dict(kw), desc) for desc, kw in OWN_KWARGS.items()]
@@ -187,7 +183,7 @@ def _lambdas(optimizer) -> list[Callable[[int], float]]:
     return [lambda epoch: 0.9**epoch for _ in optimizer.param_groups]
 
 
-# One of every scheduler; test_schedulers checks that none of torch's is missing.
+# One of every scheduler, as test_there_is_one_of_every_scheduler finds.
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, _lambdas(o)),
     "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.95),
@@ -212,19 +208,6 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "PolynomialLR": lambda o: schedulers.PolynomialLR(o, total_iters=8, power=2.0),
     "SWALR": lambda o: SWALR(o, swa_lr=1e-3, anneal_epochs=4),
 }
-
-
-def info(opt, name: str) -> Any:
-    """torch's description of `Muon` or `MuonAdamW`, whose `optim_cls` takes flat keywords."""
-    return TORCH.OptimizerInfo(
-        partial(make, opt, name),
-        optim_inputs_func=inputs,
-        optim_error_inputs_func=error_inputs,
-        scheduler_inputs=tuple([make_scheduler] for make_scheduler in SCHEDULERS.values()),
-        supported_impls=(),
-        not_og_supported_flags=(),
-        supports_complex=False,
-    )
 
 
 def make(opt, name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -261,11 +244,10 @@ def _kind(params: Any) -> str:
 def _chosen(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options that are for this group."""
     muon = group["kind"] == MUON
-    known_to_all = SHARED_OPTIONS
     return {
         key: value
         for key, value in options.items()
-        if key in known_to_all or (key not in ADAMW_OPTIONS) == muon
+        if key in SHARED_OPTIONS or (key not in ADAMW_OPTIONS) == muon
     }
 
 

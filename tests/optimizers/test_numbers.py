@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._infos import SCHEDULERS, LeastSquares, by_class, info
+from ._infos import SCHEDULERS, LeastSquares, by_class, make
 from ._steps import both, marked, new_gradients, parameters, values
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -215,7 +215,7 @@ def test_there_is_one_of_every_scheduler() -> None:
 def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
     """Every rate of every group, as with SGD, and the loss falls."""
     problem = LeastSquares(device)
-    optimizer = info(opt, name).optim_cls(groups_of(problem))
+    optimizer = make(opt, name, groups_of(problem))
     twin = sgd_twin()
     scheduler, twin_scheduler = SCHEDULERS[schedule](optimizer), SCHEDULERS[schedule](twin)
     first, seen = problem.loss().item(), set()
@@ -240,8 +240,8 @@ def test_a_tensor_rate_is_scheduled_in_place(opt, device, name, schedule) -> Non
     for group in groups:
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=device)
     tensors = [group["lr"] for group in groups]
-    optimizer = info(opt, name).optim_cls(groups)
-    numbers = info(opt, name).optim_cls(groups_of(plain))
+    optimizer = make(opt, name, groups)
+    numbers = make(opt, name, groups_of(plain))
     scheduler, other = SCHEDULERS[schedule](optimizer), SCHEDULERS[schedule](numbers)
     for step in range(STEPS - 1):
         optimizer.step(problem.loss)
@@ -262,7 +262,7 @@ def test_a_tensor_rate_is_scheduled_in_place(opt, device, name, schedule) -> Non
 def test_a_schedule_resumes(opt, device, name, schedule) -> None:
     """Both state_dicts at half time: the second half is that of an uninterrupted run."""
     whole = LeastSquares(device)
-    optimizer = info(opt, name).optim_cls(groups_of(whole))
+    optimizer = make(opt, name, groups_of(whole))
     scheduler = SCHEDULERS[schedule](optimizer)
 
     def train(optimizer, scheduler, problem) -> None:
@@ -273,7 +273,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
     train(optimizer, scheduler, whole)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
     half = whole.copy()
-    resumed = info(opt, name).optim_cls(groups_of(half))
+    resumed = make(opt, name, groups_of(half))
     resumed_scheduler = SCHEDULERS[schedule](resumed)
     resumed.load_state_dict(saved[0])
     resumed_scheduler.load_state_dict(saved[1])
@@ -292,8 +292,8 @@ def test_a_cycled_momentum_is_that_of_every_group(opt, device, name, schedule) -
     the value: the run equals one whose options are set by hand.
     """
     problem, by_hand = LeastSquares(device), LeastSquares(device)
-    optimizer = info(opt, name).optim_cls(groups_of(problem))
-    manual = info(opt, name).optim_cls(groups_of(by_hand))
+    optimizer = make(opt, name, groups_of(problem))
+    manual = make(opt, name, groups_of(by_hand))
     twin = sgd_twin()
     scheduler, twin_scheduler = CYCLING[schedule](optimizer), CYCLING[schedule](twin)
     seen = set()
@@ -321,7 +321,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
 ) -> None:
     """AdamW groups show it as beta1, save it, and follow whoever changes it next."""
     problem = LeastSquares(device)
-    optimizer = info(opt, name).optim_cls(groups_of(problem))
+    optimizer = make(opt, name, groups_of(problem))
     key = "betas" if name == "MuonAdamW" else "adamw_betas"
     second = optimizer.param_groups[1][key][1]
     CYCLING[schedule](optimizer)
@@ -332,7 +332,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
     optimizer.param_groups[1][key] = (0.5, 0.6)
     optimizer.step(problem.loss)
     assert optimizer.param_groups[1][key] == (0.5, 0.6)
-    fresh = info(opt, name).optim_cls(groups_of(problem.copy()))
+    fresh = make(opt, name, groups_of(problem.copy()))
     CYCLING[schedule](fresh)  # writes its first momentum; what is loaded then must win
     fresh.load_state_dict(optimizer.state_dict())
     fresh.step()
@@ -343,7 +343,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
 @by_class()
 def test_groups_of_a_cycled_optimizer_make_another(opt, device, name, schedule) -> None:
     """The keys that schedulers leave in groups are no unknown options."""
-    optimizer = info(opt, name).optim_cls(groups_of(LeastSquares(device)))
+    optimizer = make(opt, name, groups_of(LeastSquares(device)))
     CYCLING[schedule](optimizer)
     other = LeastSquares(device)
     groups = optimizer.state_dict()["param_groups"]
@@ -357,7 +357,7 @@ def test_groups_of_a_cycled_optimizer_make_another(opt, device, name, schedule) 
 def test_momentum_in_an_adamw_group_is_no_option(opt, device) -> None:
     """Only schedulers, which leave their bounds beside it, speak of beta1 by that name."""
     problem = LeastSquares(device)
-    optimizer = info(opt, "MuonAdamW").optim_cls(groups_of(problem))
+    optimizer = make(opt, "MuonAdamW", groups_of(problem))
     for group in optimizer.param_groups:
         group["momentum"] = 0.5
     optimizer.step(problem.loss)

@@ -24,7 +24,8 @@ from ._infos import (
     LeastSquares,
     by_class,
     by_input,
-    info,
+    error_inputs,
+    make,
     refused_inputs,
     torch_error_inputs,
 )
@@ -33,20 +34,15 @@ from ._steps import new_gradients, parameters, train, values
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
 
-def make(opt, name, params, **options):
-    return info(opt, name).optim_cls(params, **options)
-
-
 @by_class()
 def test_errors(opt, device, name) -> None:
     """torch's error inputs and sparse and complex tensors, each with its error and message."""
-    described = info(opt, name)
-    for entry in described.optim_error_inputs_func(device, torch.float32):
+    for entry in error_inputs(device, torch.float32):
         given = entry.optimizer_error_input
         params = LeastSquares(device).params if given.params is None else given.params
 
         def construct(given=given, params=params):
-            return described.optim_cls(params, **given.kwargs)
+            return make(opt, name, params, **given.kwargs)
 
         if entry.error_on is TORCH.OptimizerErrorEnum.CONSTRUCTION_ERROR:
             with pytest.raises(entry.error_type, match=entry.error_regex):

@@ -8,7 +8,6 @@ from ..distributed._ranks import Pools
 graph = module_fixture("tensor_parallel.graph")
 fused = module_fixture("tensor_parallel.fused")
 report = module_fixture("tensor_parallel.report")
-tensor_ops = module_fixture("tensor_parallel.ops")
 newton_schulz = module_fixture("tensor_parallel.newton_schulz")
 
 
