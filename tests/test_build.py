@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tomllib
@@ -377,11 +378,28 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):
-    done = run_build(sources, "--backend", "cuda", "--cuda-home", str(tmp_path / "none"))
-    assert done.returncode == 1
-    for words in ("nvcc not found", str(tmp_path / "none"), "--cuda-home", "--backend cpu"):
-        assert words in done.stderr
+@pytest.fixture
+def toolkits(monkeypatch) -> Callable[..., ModuleType]:
+    """The module that finds toolkits, on a machine that has these alone."""
+
+    def found(*homes: Path) -> ModuleType:
+        toolchain = tool("local_build.toolchain")
+        monkeypatch.setattr(toolchain, "_cuda_homes", lambda: list(homes))
+        return toolchain
+
+    return found
+
+
+def test_missing_nvcc_is_named_with_its_remedies(toolkits, tmp_path: Path):
+    with refused("nvcc not found") as error:
+        toolkits(tmp_path / "none").find_cuda(None, torch_built_with("13.0"))
+    for words in (str(tmp_path / "none"), "CUDA_HOME", "make build BACKEND=cpu"):
+        assert words in str(error.value)
+
+
+def test_the_toolkit_of_cuda_home_comes_first(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert tool("local_build.toolchain")._cuda_homes()[0] == tmp_path
 
 
 def fake_toolkit(home: Path, release: str) -> Path:
@@ -401,13 +419,13 @@ def torch_built_with(cuda: str | None):
     return tool("local_build.toolchain").Torch(version, Path("/nowhere/torch"), cuda)
 
 
-def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
-    toolchain, home = tool("local_build.toolchain"), fake_toolkit(tmp_path, "12.6")
+def test_another_toolkit_than_asked_for_is_refused(toolkits, tmp_path: Path):
+    toolchain = toolkits(home := fake_toolkit(tmp_path, "12.6"))
     with refused(r"--cuda-version 13\.0 but .* is 12\.6"):
-        toolchain.find_cuda(home, "13.0", torch_built_with("13.0"))
+        toolchain.find_cuda("13.0", torch_built_with("13.0"))
     (home / "lib64" / "libcudart.so.12").unlink()
     with refused(r"libcudart\.so\.12 is missing"):
-        toolchain.find_cuda(home, None, torch_built_with("12.6"))
+        toolchain.find_cuda(None, torch_built_with("12.6"))
 
 
 @pytest.mark.parametrize(
@@ -422,25 +440,25 @@ def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
     ],
 )
 def test_a_toolkit_must_suit_the_installed_torch(
-    tmp_path: Path, toolkit: str, torch_cuda: str | None, loads: bool
+    toolkits, tmp_path: Path, toolkit: str, torch_cuda: str | None, loads: bool
 ):
     from kernels.backends import CUDA
     from kernels.variants import _resolve_variant_for_system, parse_variant
     from packaging.version import Version
 
-    toolchain = tool("local_build.toolchain")
-    torch, home = torch_built_with(torch_cuda), fake_toolkit(tmp_path, toolkit)
+    toolchain = toolkits(home := fake_toolkit(tmp_path, toolkit))
+    torch = torch_built_with(torch_cuda)
     if loads:
-        assert toolchain.find_cuda(home, None, torch).version == toolkit
+        assert toolchain.find_cuda(None, torch).version == toolkit
     else:
-        with refused("") as error:
-            toolchain.find_cuda(home, None, torch)
+        with refused("cannot load") as error:
+            toolchain.find_cuda(None, torch)
         major = torch_cuda.split(".")[0]
         loadable = f"{major}.0 to {torch_cuda}"
         for words in (str(home), toolkit, torch.version, loadable, f"--cuda-version {toolkit}"):
             assert words in str(error.value)
         # built all the same when it is named: for another machine
-        assert toolchain.find_cuda(home, toolkit, torch).version == toolkit
+        assert toolchain.find_cuda(toolkit, torch).version == toolkit
     if torch_cuda is not None:  # the client decides likewise
         variant = parse_variant(f"torch-stable-abi211-cu{toolkit.replace('.', '')}-x86_64-linux")
         client = CUDA(version=Version(torch_cuda))
@@ -450,12 +468,11 @@ def test_a_toolkit_must_suit_the_installed_torch(
         assert bool(accepted) == loads
 
 
-def test_a_toolkit_that_does_not_suit_is_passed_over(tmp_path: Path, monkeypatch):
-    toolchain = tool("local_build.toolchain")
+def test_a_toolkit_that_does_not_suit_is_passed_over(toolkits, tmp_path: Path):
     homes = [fake_toolkit(tmp_path / release, release) for release in ("12.8", "13.2", "13.0")]
-    monkeypatch.setattr(toolchain, "_default_cuda_homes", lambda: homes)
-    assert toolchain.find_cuda(None, None, torch_built_with("13.0")).home == homes[2]
-    assert toolchain.find_cuda(None, "13.2", torch_built_with("13.0")).home == homes[1]
+    toolchain = toolkits(*homes)
+    assert toolchain.find_cuda(None, torch_built_with("13.0")).home == homes[2]
+    assert toolchain.find_cuda("13.2", torch_built_with("13.0")).home == homes[1]
 
 
 @pytest.mark.parametrize(
@@ -470,17 +487,17 @@ def test_a_toolkit_that_does_not_suit_is_passed_over(tmp_path: Path, monkeypatch
     ],
 )
 def test_default_backend_is_one_that_can_be_loaded(
-    tmp_path: Path, monkeypatch, capsys, toolkit, torch_cuda, devices, backend, reason
+    toolkits, tmp_path: Path, monkeypatch, capsys, toolkit, torch_cuda, devices, backend, reason
 ):
-    toolchain, build_local = tool("local_build.toolchain"), tool("build_local")
+    home = tmp_path if toolkit is None else fake_toolkit(tmp_path, toolkit)
+    toolchain, build_local = toolkits(home), tool("build_local")
     monkeypatch.setattr(toolchain, "find_torch", lambda: torch_built_with(torch_cuda))
     monkeypatch.setattr(toolchain, "cuda_device_count", lambda: devices)
-    home = tmp_path if toolkit is None else fake_toolkit(tmp_path, toolkit)
-    default = toolchain.default_backend(home, None)
+    default = toolchain.default_backend(None)
     assert default.backend == backend and reason in default.reason
 
     project = tool("local_build.project").load_project(ROOT)
-    options = build_local._parser().parse_args(["--cuda-home", str(home)])
+    options = build_local._parser().parse_args([])
     assert build_local._backends(options, project) == [backend]
     printed = capsys.readouterr().out
     assert f"{backend} variant" in printed and reason in printed

@@ -44,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu, cuda or all; may be repeated (default: cuda where there are a CUDA device, a "
         "CUDA build of torch and a toolkit whose variant it can load, else cpu)",
     )
-    parser.add_argument("--cuda-home", type=Path, help="root of the CUDA toolkit")
     parser.add_argument(
         "--cuda-version",
         help="toolkit to use, such as 13.0, even if the installed torch cannot load its variant",
@@ -67,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def _backends(options: argparse.Namespace, project: Project) -> list[str]:
     asked = options.backend
     if asked is None:
-        default = default_backend(options.cuda_home, options.cuda_version)
+        default = default_backend(options.cuda_version)
         print(f"building the {default.backend} variant, no --backend given: {default.reason}")
         asked = [default.backend]
     backends = list(project.backends) if "all" in asked else list(dict.fromkeys(asked))
@@ -97,7 +96,7 @@ def _audit(library: Path, project: Project, tools: Toolchain, options: argparse.
 
 def _build(project: Project, identity: Identity, backend: str, options: argparse.Namespace) -> None:
     start = time.perf_counter()
-    tools = find_toolchain(backend, options.cuda_home, options.cuda_version)
+    tools = find_toolchain(backend, options.cuda_version)
     variant = project.variant(backend, tools.cuda.version if tools.cuda else None)
     target = project.build_dir / variant
     if options.clean:

@@ -177,5 +177,5 @@ def read_dynamic(path: Path) -> Dynamic:
 def _missing(tool: str, checks: str) -> BuildError:
     return BuildError(
         f"{tool} is not installed, so the {checks} checks cannot run: `make setup` installs it, or "
-        "build with --no-audit for a variant that was not checked"
+        "tools/build_local.py --no-audit builds a variant that was not checked"
     )

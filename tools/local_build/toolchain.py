@@ -92,7 +92,7 @@ class Default:
     reason: str
 
 
-def find_toolchain(backend: str, cuda_home: Path | None, cuda_version: str | None) -> Toolchain:
+def find_toolchain(backend: str, cuda_version: str | None) -> Toolchain:
     """Find what `backend` needs.
 
     Raises:
@@ -114,7 +114,7 @@ def find_toolchain(backend: str, cuda_home: Path | None, cuda_version: str | Non
         cxx_version=first_line.stdout.splitlines()[0],
         torch=torch,
         python_include=python_include,
-        cuda=find_cuda(cuda_home, cuda_version, torch) if backend == "cuda" else None,
+        cuda=find_cuda(cuda_version, torch) if backend == "cuda" else None,
     )
 
 
@@ -132,11 +132,10 @@ def cuda_version_of(root: Path) -> str | None:
     return runpy.run_path(str(root / "version.py"))["cuda"]
 
 
-def find_cuda(home: Path | None, version: str | None, torch: Torch) -> Cuda:
+def find_cuda(version: str | None, torch: Torch) -> Cuda:
     """The first toolkit that fits, of $CUDA_HOME, the nvcc on PATH and /usr/local/cuda.
 
     Args:
-        home: Toolkit root; when given, no other place is tried.
         version: The version it must have, such as ``"13.0"``, whatever torch is installed; None for
             one whose variant `torch` can load.
         torch: The installed torch.
@@ -144,7 +143,7 @@ def find_cuda(home: Path | None, version: str | None, torch: Torch) -> Cuda:
     Raises:
         BuildError: Without nvcc or the runtime library, or when no toolkit has a fitting version.
     """
-    candidates = [home] if home is not None else _default_cuda_homes()
+    candidates = _cuda_homes()
     misfits = []
     for candidate in candidates:
         if not (candidate / "bin" / "nvcc").is_file():
@@ -164,8 +163,8 @@ def find_cuda(home: Path | None, version: str | None, torch: Torch) -> Cuda:
     raise BuildError(
         f"nvcc not found (looked for bin/nvcc in {', '.join(map(str, candidates))}). The CUDA "
         "variant needs a CUDA toolkit with nvcc and the runtime headers (Debian packages "
-        "cuda-nvcc-13-0 and cuda-cudart-dev-13-0, or NVIDIA's installer). Name its root with "
-        "--cuda-home, or build `--backend cpu`."
+        "cuda-nvcc-13-0 and cuda-cudart-dev-13-0, or NVIDIA's installer). Set CUDA_HOME to its "
+        "root, or build the CPU variant: make build BACKEND=cpu"
     )
 
 
@@ -185,17 +184,17 @@ def _misfit(cuda: Cuda, version: str | None, torch: Torch) -> str | None:
         if version == cuda.version:
             return None
         return (
-            f"--cuda-version {version} but {cuda.nvcc} is {cuda.version}; name the other toolkit "
-            "with --cuda-home or drop --cuda-version"
+            f"--cuda-version {version} but {cuda.nvcc} is {cuda.version}; set CUDA_HOME to the "
+            "other toolkit or drop --cuda-version"
         )
     if torch.loads(cuda.version):
         return None
     return (
         f"{cuda.nvcc} is CUDA {cuda.version}, whose variant the installed torch {torch.version} "
         f"(CUDA {torch.cuda}) cannot load: it loads those of CUDA {_numbers(torch.cuda)[0]}.0 to "
-        f"{torch.cuda}. Name such a toolkit with --cuda-home, install a torch for CUDA "
-        f"{cuda.version}, build `--backend cpu`, or, for another machine, give --cuda-version "
-        f"{cuda.version}."
+        f"{torch.cuda}. Set CUDA_HOME to such a toolkit, install a torch for CUDA {cuda.version}, "
+        "build the CPU variant (make build BACKEND=cpu), or, for another machine, run "
+        f"tools/build_local.py --backend cuda --cuda-version {cuda.version}"
     )
 
 
@@ -204,7 +203,7 @@ def _numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _default_cuda_homes() -> list[Path]:
+def _cuda_homes() -> list[Path]:
     homes = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
     if nvcc := shutil.which("nvcc"):
         # The nvcc on PATH may be a wrapper script elsewhere, so nvcc itself says where its root is.
@@ -215,7 +214,7 @@ def _default_cuda_homes() -> list[Path]:
     return [*homes, Path("/usr/local/cuda")]
 
 
-def default_backend(cuda_home: Path | None, cuda_version: str | None) -> Default:
+def default_backend(cuda_version: str | None) -> Default:
     """cuda where torch has CUDA, there is a device and a toolkit fits, else cpu."""
     torch = find_torch()
     if torch.cuda is None:
@@ -223,7 +222,7 @@ def default_backend(cuda_home: Path | None, cuda_version: str | None) -> Default
     if cuda_device_count() == 0:
         return Default("cpu", "there is no CUDA device")
     try:
-        cuda = find_cuda(cuda_home, cuda_version, torch)
+        cuda = find_cuda(cuda_version, torch)
     except BuildError as error:
         return Default("cpu", str(error))
     return Default(
