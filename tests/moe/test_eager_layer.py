@@ -1,17 +1,25 @@
 """The layer as one autograd node: its operands' order and its gradients, through the interpreter.
 
-The op of the compiled graph says what it must give, bit for bit.
-"""
+The op of the compiled graph says what it must give, bit for bit. On a GPU also: launches that are
+played again, and 4-bit experts on the compiled product: bits, what may change, memory, capture."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
 import types
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_same_bits
+from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
+from ..conftest import module_fixture
 from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
 from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
 from ._eager import LayerProblem
@@ -272,3 +280,365 @@ def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> 
     sorts = names.count("_place")
     assert sorts == 2 + len(means), "prepared, each height, recorded"
     assert names.count("_glu_backward_dots") == 2 + len(means), "backward was recorded, too"
+
+
+LARGE = {"tokens": 300, "top_k": 2, "experts": 8, "hidden": 256, "intermediate": 128}
+PLAYED = [
+    LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=torch.bfloat16),
+    LayerProblem(**LARGE, dtype=torch.bfloat16),
+    LayerProblem(**LARGE, dtype=torch.float16, rank=12, rank_down=1),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, rank=128, rank_down=None),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, rank=None, rank_down=None),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, train_base=True, bias=True),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, routing="sentinels"),
+    LayerProblem(
+        **LARGE,
+        dtype=torch.bfloat16,
+        activation="gpt_oss",
+        transposed=True,
+        interleaved=True,
+        bias=True,
+    ),
+    LayerProblem(dtype=torch.float32),
+    LayerProblem(tokens=1, dtype=torch.bfloat16),
+]
+
+
+plans = module_fixture("kernels.launch.launch_plan")
+
+
+@pytest.fixture
+def launched(plans):
+    """A context in which every launch is made by Triton."""
+
+    @contextlib.contextmanager
+    def without():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plans, "_plays", lambda _: False)
+            yield
+
+    return without
+
+
+@pytest.fixture
+def played(plans, monkeypatch):
+    """Names of the functions that were recorded, and a failure where one is refused."""
+    names, real = [], plans._recorded
+
+    def watched(name, *arguments):
+        names.append(name)
+        results = real(name, *arguments)
+        assert not plans._refused, f"{name} cannot be played again"
+        return results
+
+    monkeypatch.setattr(plans, "_refused", set())
+    monkeypatch.setattr(plans, "_tags", {})  # nothing has been recorded yet
+    monkeypatch.setattr(plans, "_recorded", watched)
+    return names
+
+
+def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    out = layer(x, ids, gates)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", PLAYED, ids=str)
+def test_bits_of_launches(moe, device, launched, played, problem) -> None:
+    """Other addresses, another routing, with and without backward: as if launched one by one."""
+    layer = problem.module(moe, device)
+    for seed in range(3):
+        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        with launched():
+            expected = step(layer, x, ids, gates, grad)
+        compare(step(layer, x, ids, gates, grad), expected)
+        with torch.no_grad():
+            assert_same_bits(layer(x, ids, gates), expected[0])
+    assert len(played) == 3, "with backward, backward and without, once each"
+
+
+@pytest.mark.gpu
+def test_shapes_alternate(moe, device, launched, played) -> None:
+    layer = PLAYED[0].module(moe, device)
+    for _ in range(3):
+        for tokens in (16, 200, 17, 700):
+            problem = LayerProblem(**{**LARGE, "tokens": tokens}, dtype=torch.bfloat16)
+            (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+            with launched():
+                expected = step(layer, x, ids, gates, grad)
+            compare(step(layer, x, ids, gates, grad), expected)
+    assert len(played) == 8
+
+
+@pytest.mark.gpu
+def test_what_changes_between_calls_is_read(moe, device, launched) -> None:
+    """Nothing computed from a parameter outlives a call, nor does an address of it."""
+    layer, x, ids, gates, grad = PLAYED[1].drawn(moe, device)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def add() -> None:
+        for p in layer.parameters():
+            p.data.add_(0.01)
+
+    def swap() -> None:
+        for p in layer.parameters():
+            p.data = p.data.clone() * 1.5
+
+    def load() -> None:
+        state = {name: 0.9 * value for name, value in layer.state_dict().items()}
+        layer.load_state_dict(state, assign=True)
+        for name, p in layer.named_parameters():
+            p.requires_grad_("lora" in name)
+
+    def update() -> None:
+        layer(x, ids, gates).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(layer, x, ids, gates, grad)
+    for change in (add, swap, update, load):
+        change()
+        with launched():
+            expected = step(layer, x, ids, gates, grad)
+        compare(step(layer, x, ids, gates, grad), expected)
+
+
+@pytest.mark.gpu
+def test_strides_and_alignment_are_part_of_the_plan(moe, device, launched) -> None:
+    layer, x, ids, gates, grad = PLAYED[0].drawn(moe, device)
+    wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype, device=device)
+    for first in (0, 8, 1, 3):
+        if first + x.shape[1] > wide.shape[1]:
+            continue
+        other = wide[:, first : first + x.shape[1]].copy_(x.detach()).requires_grad_()
+        with launched():
+            expected = step(layer, other, ids, gates, grad)
+        compare(step(layer, other, ids, gates, grad), expected)
+    spread = grad[:1].expand_as(grad)
+    with launched():
+        expected = step(layer, x, ids, gates, spread)
+    compare(step(layer, x, ids, gates, spread), expected)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched) -> None:
+    layer, x, ids, gates, grad = PLAYED[0].drawn(moe, device)
+    with launched():
+        expected = step(layer, x, ids, gates, grad)
+    found = []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found += [step(layer, x, ids, gates, grad) for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(step(layer, x, ids, gates, grad))
+    graph.replay()
+    thread = threading.Thread(target=lambda: found.append(step(layer, x, ids, gates, grad)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 5
+    for one in found:
+        compare(one, expected)
+
+
+MEMORY = [
+    LayerProblem(2048, 8, 32, 1024, 512, 16, 16, dtype=torch.bfloat16),
+    LayerProblem(2048, 8, 32, 1024, 512, 128, 128, dtype=torch.bfloat16),
+    LayerProblem(2048, 8, 32, 1024, 512, None, None, train_base=True, dtype=torch.bfloat16),
+    LayerProblem(256, 8, 32, 1024, 512, 64, 64, train_base=True, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("problem", MEMORY, ids=str)
+def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem) -> None:
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
+
+    def peak() -> int:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(layer, x, ids, gates, grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    with launched():
+        alone = peak()
+    assert peak() <= max(1.02 * alone, alone + 5 * 2**20)
+
+
+@pytest.mark.gpu
+def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
+    """Gates and ids that torch copies first, in the node and in the ops, with inference mode."""
+    layer, x, ids, gates, grad = PLAYED[0].drawn(moe, device)
+    gates = torch.stack((gates.detach(), gates.detach()), -1)[..., 0].requires_grad_()
+    ids = torch.stack((ids, ids), -1)[..., 0]
+    with launched():
+        expected = step(layer, x, ids, gates, grad)
+    for _ in range(3):
+        compare(step(layer, x, ids, gates, grad), expected)
+        with torch.inference_mode():
+            assert_same_bits(layer(x, ids, gates), expected[0])
+
+
+@pytest.mark.gpu
+def test_autocast_and_leading_dimensions(moe, device) -> None:
+    layer, x, ids, gates, _ = PLAYED[0].drawn(moe, device)
+    expected = layer(x, ids, gates)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = layer(x.float(), ids, gates)
+    assert out.dtype == torch.float32
+    assert_same_bits(out.bfloat16(), expected)
+    shaped = (one.reshape(2, -1, one.shape[-1]) for one in (x, ids, gates))
+    assert_same_bits(layer(*shaped).flatten(0, 1), expected)
+
+
+@pytest.mark.gpu
+def test_wrong_arguments_are_refused_as_ever(moe, device) -> None:
+    layer, x, ids, gates, _ = PLAYED[0].drawn(moe, device)
+    layer(x, ids, gates)
+    with pytest.raises(ValueError, match="hidden_states must be"):
+        layer(x[:, :-8], ids, gates)
+    with pytest.raises(TypeError, match="weight must have dtype"):
+        layer(x.float(), ids, gates)
+    with pytest.raises(ValueError, match="top_k_index and top_k_weights"):
+        layer(x, ids, gates[:, :1])
+    with pytest.raises(ValueError, match="device"):
+        layer(x, ids.cpu(), gates)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_launches_over_4_bits(
+    moe, device, launched, played, nested, quant_type, lora_dtype
+) -> None:
+    problem = LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=lora_dtype, rank=8)
+    layer = problem.module(moe, device)
+    lora = [p for p in layer.parameters() if p.requires_grad]
+    options = {"quant_type": quant_type, "nested": nested}
+    dense = (layer.gate_up_proj.data, layer.down_proj.data)
+    weights = [moe.QuantizedExperts.from_weight(one, **options) for one in dense]
+
+    def run(x, ids, gates, grad) -> list[torch.Tensor]:
+        options = {"layout": layer.layout, "lora": layer.expert_lora.factors()}
+        out = moe.experts_forward(x, ids, gates, *weights, **options)
+        return [out.detach(), *torch.autograd.grad(out, [x, gates, *lora], grad)]
+
+    for seed in range(3):
+        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        with launched():
+            expected = run(x, ids, gates, grad)
+        compare(run(x, ids, gates, grad), expected)
+    assert len(played) == 2
+
+
+FIRST_CALL = """
+import torch
+from kernels import get_kernel
+
+moe = get_kernel({repo_id!r}, version=1, trust_remote_code=True).moe
+layer = moe.Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+layer.add_adapter(r=16, alpha=16)
+with torch.no_grad():
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.02)
+for tokens in (300, 7):
+    x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    top = torch.rand(tokens, 8, device="cuda").topk(2)
+    layer(x, top.indices, top.values.bfloat16()).sum().backward()
+    assert x.grad.isfinite().all() and x.grad.any()
+"""
+
+
+@pytest.mark.gpu
+def test_a_first_call_needs_no_compiler(repo_id, tmp_path) -> None:
+    """In a fresh process with nothing compiled before and nothing on the PATH."""
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", FIRST_CALL.format(repo_id=repo_id)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launched from Python" not in done.stderr
+
+
+HOPPER = pytest.mark.usefixtures("hopper")
+
+
+@pytest.fixture
+def compiled_calls(submodule, watch):
+    """The number of launches of the compiled product, in a list."""
+    module = submodule("kernels.quant.packed_product")
+    return watch(module, "packed_product", lambda *_, along, **__: along)
+
+
+def packed_layer(moe, device, **changes) -> QuantizedLayer:
+    sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896}
+    dtypes = {"dtype": torch.bfloat16, "lora_dtype": torch.bfloat16}
+    form = {"rank": 8, "rank_down": 8, "strategy": "auto", "blocksize": 64}
+    return QuantizedLayer(moe, device, QuantizedProblem(**{**sizes, **dtypes, **form, **changes}))
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("routing", ("random", "one", "sentinels", "all-sentinels"))
+def test_a_layer_equals_tritons_within_rounding(moe, device, compiled_calls, routing):
+    """Forward and backward; both take the same rounded weights and sum in float32."""
+    case = packed_layer(moe, device, routing=routing)
+    expected = case.step("triton")
+    assert not compiled_calls  # asked for by name, Triton's stays
+    actual = case.step("compiled")
+    assert sorted(compiled_calls) == [False, False, True, True]
+    for name, value in expected.items():
+        if routing == "all-sentinels":
+            assert_same_bits(actual[name], value)
+        else:
+            assert relative_error(actual[name], value) <= 5e-3, name
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, monkeypatch):
+    """150 rows per expert: a sum of 832 or more pays, and one of 640 does not."""
+    case = packed_layer(moe, device)
+    by_name = case.step("compiled")
+    taken = list(compiled_calls)
+    compiled_calls.clear()
+    by_auto = case.step("auto")
+    module = submodule("kernels.quant.packed_product")
+    assert all(module.pays(150, depth, True) for depth in (832, 896))
+    assert module.pays(150, 1792, False) and not module.pays(150, 640, True)
+    assert sorted(compiled_calls) == sorted(taken)
+    for name, value in by_name.items():
+        assert relative_error(by_auto[name], value) <= 5e-3, name
+    compiled_calls.clear()
+    packed_layer(moe, device, hidden=640, intermediate=640).step("auto")
+    assert compiled_calls == [False]  # through gate_up backwards, a sum of 1280
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_step_in_a_cuda_graph_follows_new_routings(moe, device, compiled_calls):
+    case = packed_layer(moe, device, tokens=64)
+    graph, captured = capture(lambda: case.step("compiled"), 2)
+    assert len(compiled_calls) == 3 * 4
+    for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
+        other = dataclasses.replace(case.problem, routing=routing)
+        with torch.no_grad():
+            case.ids.copy_(other.ids(device, seed))
+            case.leaves["x"].copy_(other.inputs(device, seed)[0])
+        graph.replay()
+        for name, value in case.step("compiled").items():
+            assert_same_bits(captured[name], value)

@@ -1,6 +1,6 @@
 """Launch plans: what a recording takes down, played again in Python on other addresses.
 
-Kernels and streams stand in for CUDA's; moe/test_eager_layer_gpu.py has the real ones.
+Kernels and streams stand in for CUDA's; moe/test_eager_layer.py has the real ones.
 """
 
 from __future__ import annotations
