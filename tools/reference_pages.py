@@ -127,9 +127,7 @@ PAGES = {
         "integrations",
         "set_lora enable_lora disable_lora lora_disabled save_peft_adapter load_peft_adapter",
     ),
-    "quantized-models": page(
-        "Models in 4 bits", "integrations", "load_quantized quantize_experts save_quantized"
-    ),
+    "quantized-models": page("Models in 4 bits", "integrations", "load_quantized quantize_experts"),
 }
 
 

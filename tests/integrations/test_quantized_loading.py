@@ -1,4 +1,4 @@
-"""load_quantized, save_quantized and save_pretrained of experts in few bits: who reads what.
+"""load_quantized and save_pretrained of experts in few bits: who reads what.
 
 The loaded model is that of from_pretrained with its experts rounded, and no 16-bit stack exists on
 the way.
@@ -16,7 +16,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -159,7 +159,7 @@ def test_saved_and_loaded_without_quantising_again(
     opt, load, saved, tmp_path, monkeypatch, submodule
 ):
     first = load(saved("qwen3_moe"), nested=True)
-    opt.integrations.save_quantized(first, tmp_path / "packed")
+    first.save_pretrained(tmp_path / "packed")
 
     def refuse(*_, **__):
         raise AssertionError("quantised again")
@@ -281,7 +281,6 @@ def test_placement(submodule, monkeypatch, caplog):
 
 
 METHOD = "quantized_experts"
-WEIGHTS = "model-quantized.safetensors"
 
 
 @pytest.fixture
@@ -291,93 +290,21 @@ def quantized(opt):
     return model
 
 
-def save_quantized(opt, model, folder) -> None:
-    opt.integrations.save_quantized(model, folder)
-
-
-def save_pretrained(opt, model, folder) -> None:
-    model.save_pretrained(folder)
-
-
-def files(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_adapters_are_left_out(opt, quantized, tmp_path) -> None:
-    """They travel in files of their own, and the base that was saved is found below them again.
-
-    So it is after save_pretrained, whose configuration describes them.
-    """
-    expected = logits(quantized)
-    opt.integrations.attach_lora(quantized, r=3, lora_alpha=7)
-    set_random_lora(quantized)
-    with_lora = logits(quantized)
-    quantized.save_pretrained(tmp_path / "whole")
-    opt.integrations.save_quantized(quantized, tmp_path / "base")
-    assert "quantization_config" not in json.loads((tmp_path / "base/config.json").read_text())
-    opt.integrations.save_peft_adapter(quantized, tmp_path / "adapter")
-    loaded = opt.integrations.load_quantized(tmp_path / "base", **OPTIONS)
-    assert_same_bits(logits(loaded), expected)
-    opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
-    assert_same_bits(logits(loaded), with_lora)
-
-
 def test_defaults_of_generate_travel(opt, tmp_path) -> None:
     model = build("qwen3_moe")
     model.generation_config.update(do_sample=True, top_k=7, temperature=0.3)
     model.save_pretrained(tmp_path / "dense")
     loaded = opt.integrations.load_quantized(tmp_path / "dense", **OPTIONS)
-    opt.integrations.save_quantized(loaded, tmp_path / "packed")
+    loaded.save_pretrained(tmp_path / "packed")
     again = opt.integrations.load_quantized(tmp_path / "packed", **OPTIONS)
     for found in (loaded.generation_config, again.generation_config):
         assert (found.do_sample, found.top_k, found.temperature) == (True, 7, 0.3)
 
 
-def test_from_pretrained_refuses_the_folder(opt, quantized, tmp_path) -> None:
-    """It knows no 4-bit experts: it would report them as missing and draw them at random."""
-    path = opt.integrations.save_quantized(quantized, tmp_path)
-    assert path == tmp_path / WEIGHTS
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3_moe"
-
-
-@pytest.mark.parametrize("limit", ["1KB", "1GB"])
-def test_a_folder_with_another_checkpoint_is_refused(opt, quantized, tmp_path, limit) -> None:
-    """Its index would win when the folder is loaded, and a single file would be lost."""
-    build("qwen3_moe").save_pretrained(tmp_path, max_shard_size=limit)
-    before = files(tmp_path)
-    assert ("model.safetensors.index.json" in before) == (limit == "1KB")
-    with pytest.raises(ValueError, match="holds another checkpoint"):
-        opt.integrations.save_quantized(quantized, tmp_path)
-    assert files(tmp_path) == before
-
-
-def test_a_failure_leaves_the_earlier_save(opt, quantized, tmp_path, monkeypatch) -> None:
-    opt.integrations.save_quantized(quantized, tmp_path)
-    before = files(tmp_path)
-    with torch.no_grad():
-        quantized.lm_head.weight.zero_()
-
-    def full(*_, **__):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        # Of the class: what is set and restored on the object stays in what it writes.
-        patch.setattr(type(quantized.config), "save_pretrained", full)
-        with pytest.raises(OSError, match="No space left"):
-            opt.integrations.save_quantized(quantized, tmp_path)
-    assert files(tmp_path) == before
-    opt.integrations.save_quantized(quantized, tmp_path)
-    loaded = opt.integrations.load_quantized(tmp_path, **OPTIONS)
-    assert not loaded.lm_head.weight.any()
-
-
-@pytest.mark.parametrize("save", [save_quantized, save_pretrained])
-def test_what_could_not_be_read_is_not_written(opt, quantized, save, tmp_path) -> None:
+def test_what_could_not_be_read_is_not_written(opt, quantized, tmp_path) -> None:
     def refused(model, message) -> None:
         with pytest.raises(ValueError, match=message):
-            save(opt, model, tmp_path)
+            model.save_pretrained(tmp_path)
         assert not list(tmp_path.iterdir())
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
@@ -393,18 +320,12 @@ def test_what_could_not_be_read_is_not_written(opt, quantized, save, tmp_path) -
     stack = experts._modules.pop("down_proj")
     experts.down_proj = torch.nn.Parameter(stack.decode())
     refused(quantized, r"layers\.1\.mlp\.experts\.down_proj is not in 4 bits")
-    if save is save_quantized:
-        refused(wrapped, "wrapped by PEFT")
-        refused(torch.nn.Linear(2, 2), "no transformers model with experts")
-        refused(build("qwen3_moe"), r"layers\.0\.mlp\.experts\.gate_up_proj is not in 4 bits")
 
 
-def test_experts_of_bitsandbytes_are_refused(opt, tmp_path) -> None:
+def test_experts_of_bitsandbytes_become_ours(opt, tmp_path) -> None:
     """Their state is spread over keys that only bitsandbytes reads."""
     model = build("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
     parametrize_4_bits(model)
-    with pytest.raises(ValueError, match="from_quantized"):
-        opt.integrations.save_quantized(model, tmp_path / "new")
     for experts in experts_of(model):
         for name in ("gate_up_proj", "down_proj"):
             stack = opt.moe.QuantizedExperts.from_quantized(opt.moe.expert_weight(experts, name))
@@ -414,7 +335,7 @@ def test_experts_of_bitsandbytes_are_refused(opt, tmp_path) -> None:
             del experts._parameters[name]
             experts.add_module(name, stack)
     opt.integrations.use_in_transformers(model)
-    opt.integrations.save_quantized(model, tmp_path / "new")
+    model.save_pretrained(tmp_path / "new")
     loaded = opt.integrations.load_quantized(tmp_path / "new", **OPTIONS)
     assert_same_bits(logits(loaded), logits(model.eval()))
 
@@ -505,11 +426,11 @@ def test_an_adapter_of_transformers_is_written_alone(quantized, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "NemotronHForCausalLM"])
-def test_save_quantized_round_trip_by_the_models_own_names(opt, tmp_path, name) -> None:
+def test_round_trip_by_the_models_own_names(opt, tmp_path, name) -> None:
     """Granite calls its block what Mixtral's files call it, and was renamed when it was read."""
     model = tiny(name)
     opt.integrations.quantize_experts(model)
-    opt.integrations.save_quantized(model, tmp_path)
+    model.save_pretrained(tmp_path)
     loaded = opt.integrations.load_quantized(tmp_path, **OPTIONS)
     with torch.no_grad():
         assert_same_bits(loaded(**inputs(model)).logits, model(**inputs(model)).logits)

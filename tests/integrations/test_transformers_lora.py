@@ -236,8 +236,6 @@ def test_experts_in_host_memory(opt, device, tmp_path, reentrant) -> None:
         assert_same_tensors(step(model)[1], expected)
     assert len(expected) >= 3 * 4
     assert offload.waits < offload.transfers
-    opt.integrations.save_quantized(model, tmp_path)
-    opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path)
     loaded = opt.integrations.load_quantized(tmp_path, **OPTIONS | {"device_map": str(device)})
-    opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
     assert_same_bits(logits(loaded), logits(model))

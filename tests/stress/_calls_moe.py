@@ -432,7 +432,7 @@ def quantize_experts(package: Package, generator: random.Random) -> Made:
 
 
 SWITCHES = ("disable_lora", "enable_lora", "merge_lora", "unmerge_lora", "detach_lora", "set_lora")
-SAVERS = ("save_peft_adapter", "load_peft_adapter", "save_quantized")
+SAVERS = ("save_peft_adapter", "load_peft_adapter")
 
 
 @call("integrations.set_lora")

@@ -14,7 +14,6 @@ from .adapters.lora import (
 from .checkpoints import checkpoint
 from .models.quantize_in_memory import quantize_experts
 from .models.quantized_loading import load_quantized
-from .models.quantized_saving import save_quantized
 from .models.transformers import use_in_transformers
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "merge_lora",
     "quantize_experts",
     "save_peft_adapter",
-    "save_quantized",
     "set_lora",
     "unmerge_lora",
     "use_in_transformers",

@@ -17,9 +17,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...moe.quantized.quantized_experts import QuantizedExperts
+from ..adapters import peft
+from ..sharded_models import mesh_of
 from .checkpoint_names import spelling
 from .experts import experts_modules, put, stacks
-from .quantized_saving import METHOD, check_model, tensors_of
+
+METHOD = "quantized_experts"  # config.json's quantization_config.quant_method
+
+
+def is_described(config: Any) -> bool:
+    """Whether a model's configuration says that its experts are in 4 bits of ours."""
+    own = getattr(config, "quantization_config", None)
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", "")
+    return method == METHOD
 
 
 def mark(model: nn.Module) -> None:
@@ -102,13 +112,42 @@ def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | No
         attach_described(model, lora)
 
 
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError unless `from_pretrained` and `load_quantized` could read all of it."""
+    kind = type(model).__name__
+    if mesh_of(model.parameters()) is not None:
+        raise ValueError(
+            f"{kind} is sharded over ranks, and its experts are in 4 bits, which nothing trains; "
+            "save the model before fully_shard, and what trains with save_peft_adapter"
+        )
+    if hasattr(model, "peft_config") or next(peft.wrappers(model), None) is not None:
+        raise ValueError(f"model ({kind}) is wrapped by PEFT; save model.unload() and the adapter")
+    other = getattr(model.config, "quantization_config", None)
+    if other is not None and not is_described(model.config):
+        raise ValueError(
+            f"model ({kind}) is quantised by {other} beside its experts, which load_quantized "
+            "cannot read; load it with load_quantized and save that"
+        )
+    for name, experts, target in stacks(model):
+        if not isinstance(experts._modules.get(target), QuantizedExperts):
+            raise ValueError(
+                f"{name} is not in 4 bits as QuantizedExperts; call quantize_experts first, or put "
+                f"QuantizedExperts.from_quantized(expert_weight(experts, {target!r})) in the place "
+                "of what bitsandbytes has parametrized"
+            )
+
+
 def file_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by their names in a file of `save_pretrained`, adapters included."""
+    """Every tensor once, by its name in a file of `save_pretrained`, adapters included."""
     packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
-    return {
-        packed.get(name, name): tensor.detach().contiguous()
-        for name, tensor in tensors_of(model).items()
-    }
+    seen: set[tuple] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if not (tensor.numel() and place in seen):
+            seen.add(place)
+            tensors[packed.get(name, name)] = tensor.detach().contiguous()
+    return tensors
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,6 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TRUE = ("1", "TRUE", "YES", "ON")  # of a variable of the environment
-QUANTIZED = "model-quantized.safetensors"  # of save_quantized; transformers looks for no such name
 
 
 def hub_file(source: str, name: str, revision: str | None, local_files_only: bool) -> Path:
@@ -93,9 +92,7 @@ class ModelFiles:
         return part[place * each : (place + 1) * each]
 
     def _listing(self) -> dict[str, str]:
-        """Key -> file: of `save_quantized`'s only file, of the index, or of the only file."""
-        with contextlib.suppress(FileNotFoundError):
-            return dict.fromkeys(self._handle(QUANTIZED).keys(), QUANTIZED)
+        """Key -> file: of the index, or of the only file."""
         with contextlib.suppress(FileNotFoundError):
             return self._weight_map(self.path(INDEX))
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)

@@ -21,10 +21,9 @@ from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
 from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, stacks, why_no_experts
-from .hf_quantizer import attach_described
+from .hf_quantizer import attach_described, is_described
 from .model_files import TRUE, ModelFiles
 from .packed_files import PACKINGS, PackedFiles, Packing
-from .quantized_saving import is_described
 from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ def load_quantized(
 
     Returns:
         The model in eval mode, on one device, on our experts implementation. Experts that the files
-        hold quantised are taken as they are: by `save_quantized`, bitsandbytes in 4 bits, MXFP4 as
+        hold quantised are taken as they are: by `save_pretrained`, bitsandbytes in 4 bits, MXFP4 as
         of gpt-oss, or FP8 (e4m3). Other matrices are decoded to dtype.
 
     Raises:
@@ -326,7 +325,7 @@ def _experts(
 def _take_quantized(
     files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype, strategy: str
 ) -> set[str]:
-    """Read what save_pretrained or save_quantized made of 4-bit experts; the names that came."""
+    """Read what save_pretrained made of 4-bit experts; the names that came."""
     lora = model.config.quantization_config["lora"] if is_described(model.config) else None
     dense = _Dense(files, model, device, dtype)
     key_of = {dense.names.of(key): key for key in files.names()}
