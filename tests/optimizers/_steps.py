@@ -36,6 +36,8 @@ class PlainMuon:
     momentum_form: str = "heavy_ball"
     ns_steps: int = 5
     rows: list | None = None
+    row_equilibration: bool = False
+    renormalize: bool = False
     beta2: float | None = None
     adjust_lr_fn: str = "match_rms_adamw"
     weight_decay: float = 0.1
@@ -49,7 +51,11 @@ class PlainMuon:
         buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
         buffer.mul_(mu).add_(new * grad)
         direction = new * grad + mu * buffer if self.nesterov else buffer
+        if self.row_equilibration:
+            direction = direction / direction.norm(dim=1, keepdim=True)
         update = polar_express(opt, direction, self.ns_steps, self.rows)
+        if self.renormalize:
+            update *= math.sqrt(min(self.param.shape)) / update.norm()
         if self.beta2 is not None:
             update = self._evened_out(update)
         rows, columns = self.param.shape

@@ -29,6 +29,9 @@ RULES = {
     "MuonAdamW": ("MuonAdamW", {}),
     "without beta2": ("MuonAdamW", {"beta2": None}),
     "raw decay": ("MuonAdamW", {"shaped_decay": False, "cautious": False}),
+    "rows of norm 1": ("MuonAdamW", {"row_equilibration": True, "beta2": None}),
+    "a polar factor's norm": ("MuonAdamW", {"renormalize": True, "beta2": None}),
+    "both": ("Muon", {"row_equilibration": True, "renormalize": True, "beta2": 0.9}),
     "heavy ball": ("MuonAdamW", {"momentum_form": "heavy_ball", "momentum": 0.9}),
 }
 
