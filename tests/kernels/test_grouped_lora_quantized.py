@@ -64,6 +64,10 @@ CASES = (
     *((STACKS[n], dtype) for n in (1, 5, 8) for dtype in (torch.float16, torch.bfloat16)),
     (STACKS[2], torch.bfloat16),
 )
+# In slices of experts each writes its rows: three experts, then one, and the sentinels are zero
+# once; or the active experts in one, where the second one is missing.
+BY_PATH = [(path, *case) for path in ("triton", "reference") for case in CASES]
+BY_PATH += [(path, STACKS[n], torch.float32) for path in ("slices", "active") for n in (0, 2)]
 
 
 def budget(path: str, device: torch.device, dtype: torch.dtype) -> float:
@@ -144,9 +148,8 @@ def exact(submodule, problem, *, grouped=False):
     return reference(*operands, order.slots, order.offsets, 2.0, TOP_K, grouped)
 
 
-@pytest.mark.parametrize("path", ("triton", "reference"))
-@pytest.mark.parametrize(("stack", "dtype"), CASES, ids=str)
-def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype):
+@pytest.mark.parametrize(("path", "stack", "dtype"), BY_PATH, ids=str)
+def test_product_with_the_decoded_weights(submodule, device, path, stack, dtype):
     problem = draw(submodule, stack, device, dtype)
     for grouped in (False, True) if dtype == torch.float32 else (True,):
         y, xa = forward(submodule, problem, path, grouped=grouped)
@@ -154,21 +157,6 @@ def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype)
         assert y.dtype == dtype and y.isfinite().all()
         assert relative_error(y, expected) <= budget(path, device, dtype)
         assert stack.rank is None or relative_error(xa, low) <= budget(path, device, dtype)
-
-
-@pytest.mark.parametrize("path", ("slices", "active"))
-@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
-@pytest.mark.parametrize("grouped", (False, True))
-def test_slices_of_experts_write_one_result(submodule, device, stack, grouped, path):
-    """Three experts, then one: each slice writes its rows, and the sentinels are zero once.
-
-    Or the active experts in one slice, where the second one is missing.
-    """
-    problem = draw(submodule, stack, device, torch.float32)
-    y, xa = forward(submodule, problem, path, grouped=grouped)
-    expected, low = exact(submodule, problem, grouped=grouped)
-    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
-    assert relative_error(xa, low) <= budget("triton", device, torch.float32)
 
 
 @pytest.mark.parametrize("rows", (16, 64))
@@ -313,23 +301,8 @@ def exact_backward(submodule, problem):
     return submodule("reference.moe").grouped_lora_dx(*operands, 2.0, TOP_K, TOP_K, True, True)
 
 
-@pytest.mark.parametrize("path", ("slices", "active"))
-@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
-def test_slices_of_experts_write_one_gradient(submodule, device, stack, path):
-    """Three experts, then one; the gradient of a gate comes from the slice of its expert."""
-    problem = draw(submodule, stack, device, torch.float32)
-    rows = valid(problem["order"])
-    for found, expected in zip(
-        backward(submodule, problem, path), exact_backward(submodule, problem), strict=True
-    ):
-        part = rows if found.ndim == 2 else slice(None)
-        limit = budget("triton", device, torch.float32)
-        assert relative_error(found[part], expected[part]) <= limit
-
-
-@pytest.mark.parametrize("path", ("triton", "reference"))
-@pytest.mark.parametrize(("stack", "dtype"), CASES, ids=str)
-def test_gradients_of_the_decoded_weights(submodule, device, stack, path, dtype):
+@pytest.mark.parametrize(("path", "stack", "dtype"), BY_PATH, ids=str)
+def test_gradients_of_the_decoded_weights(submodule, device, path, stack, dtype):
     problem = draw(submodule, stack, device, dtype)
     dx, yb, dgates = backward(submodule, problem, path)
     expected_dx, expected_yb, expected_dgates = exact_backward(submodule, problem)
