@@ -43,7 +43,8 @@ def host_build(tmp_path_factory) -> Callable[[str], ctypes.CDLL]:
         assert compiler, "the host build of the kernels' arithmetic needs g++"
         library = tmp_path_factory.mktemp("probe") / f"{name}.so"
         command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-        command += [f"-I{ROOT / 'kernels-src'}", str(Path(__file__).with_name(f"{name}.cpp"))]
+        command += [f"-I{ROOT / 'kernels-src'}", f"-isystem{Path(torch.__file__).parent}/include"]
+        command += [str(Path(__file__).with_name(f"{name}.cpp"))]
         subprocess.run([*command, "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 

@@ -10,8 +10,6 @@ import ctypes
 import importlib.util
 import itertools
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +22,9 @@ SOURCES = ROOT / "kernels-src"
 
 @pytest.fixture(scope="module")
 def probe(host_build):
-    """The host build of common/schedule.h and products/chain.h."""
+    """The host build of common/schedule.h, products/chain.h and products/tiles_sm90.h."""
     loaded = host_build("tiles_probe")
-    loaded.tiles.restype = loaded.tickets.restype = ctypes.c_int64
+    loaded.tiles.restype = loaded.tickets.restype = loaded.pick_tile.restype = ctypes.c_int64
     loaded.refused.restype = ctypes.c_char_p
     return loaded
 
@@ -97,50 +95,24 @@ FASTEST_DENSE = {
 }
 
 
-@pytest.fixture(scope="module")
-def pick(tmp_path_factory):
-    """`pick` of tiles_sm90.h, built for the host: symmetric or dense, upper operands, sizes."""
-    source = tmp_path_factory.mktemp("pick") / "pick.cpp"
-    source.write_text(
-        """#include "products/tiles_sm90.h"
-        using namespace optimizer::products;
-        extern "C" int64_t pick_tile(int symmetric, int upper, int64_t batches, int m, int k, int n,
-                                     int64_t processors) {
-          Problem p{};
-          p.batches = batches, p.m = m, p.n = n, p.k = k;
-          p.upper_a = upper & 1, p.upper_b = upper & 2;
-          return symmetric ? pick(kSymmetricTiles, p, true, processors)
-                           : pick(kMatmulAddTiles, p, false, processors);
-        }"""
-    )
-    torch_headers = Path(torch.__file__).with_name("include")
-    # -O2 leaves out what nothing calls, and with it torch's own functions.
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC"]
-    command += [f"-I{SOURCES}", f"-isystem{torch_headers}"]
-    subprocess.run([*command, str(source), "-o", str(source.with_suffix(".so"))], check=True)
-    function = ctypes.CDLL(str(source.with_suffix(".so"))).pick_tile
-    function.argtypes = (*(ctypes.c_int,) * 2, ctypes.c_int64, *(ctypes.c_int,) * 3, ctypes.c_int64)
-    function.restype = ctypes.c_int64
-    return function
-
-
 @pytest.mark.parametrize("shape", FASTEST, ids=str)
-def test_auto_takes_the_tile_that_was_fastest(pick, submodule, shape):
+def test_auto_takes_the_tile_that_was_fastest(probe, submodule, shape):
     tiles = submodule("kernels.products.symmetric_matmul").TILES[3:]
-    assert tiles[pick(1, 0, *shape, shape[1], 132)] == FASTEST[shape]
+    assert tiles[probe.pick_tile(1, 0, *shape, shape[1], 132)] == FASTEST[shape]
 
 
 @pytest.mark.parametrize("shape", FASTEST_DENSE, ids=str)
-def test_auto_takes_the_dense_tile_that_was_fastest(pick, submodule, shape):
+def test_auto_takes_the_dense_tile_that_was_fastest(probe, submodule, shape):
     tiles = submodule("kernels.products.matmul_add").TILES
-    assert tiles[pick(0, 0, *shape, 132)] == FASTEST_DENSE[shape]
+    assert tiles[probe.pick_tile(0, 0, *shape, 132)] == FASTEST_DENSE[shape]
 
 
-def test_auto_respects_blocks_of_upper_storage(pick, submodule):
+def test_auto_respects_blocks_of_upper_storage(probe, submodule):
     """A tile's rows of the left operand, or columns of the right one, are of one such block."""
     tiles = submodule("kernels.products.matmul_add").TILES
     for batch, m, n in ((256, 512, 2048), (24, 1024, 4096), (1, 128, 256), (3, 200, 100)):
-        left, right = pick(0, 1, batch, m, m, n, 132), pick(0, 2, batch, n, m, m, 132)
+        left = probe.pick_tile(0, 1, batch, m, m, n, 132)
+        right = probe.pick_tile(0, 2, batch, n, m, m, 132)
         assert tiles[left] in ("sm90_128x256", "sm90_128x128")
         assert tiles[right] in ("sm90_256x128", "sm90_128x128")
 

@@ -6,6 +6,7 @@
 
 #include "common/schedule.h"
 #include "products/chain.h"
+#include "products/tiles_sm90.h"
 
 using namespace optimizer;
 using namespace optimizer::products;
@@ -82,6 +83,15 @@ const char* refused(const int64_t* operands, const int64_t* places, int64_t squa
                     int64_t buffers) {
   const char* reason = chain_refusal(operands, places, squares, buffers);
   return reason == nullptr ? "" : reason;
+}
+
+// Of a symmetric or a dense product; operands in upper storage are A, B or both by their bits.
+int64_t pick_tile(int symmetric, int upper, int batches, int m, int k, int n, int processors) {
+  Problem p{};
+  p.batches = batches, p.m = m, p.n = n, p.k = k;
+  p.upper_a = upper & 1, p.upper_b = upper & 2;
+  return symmetric ? pick(kSymmetricTiles, p, true, processors)
+                   : pick(kMatmulAddTiles, p, false, processors);
 }
 
 }  // extern "C"
