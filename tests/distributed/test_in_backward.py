@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -149,6 +150,65 @@ def anew(opt: Any, how: str) -> tuple[int, int]:
 def test_what_left_too_early_is_sent_again(ranks, how) -> None:
     begun, dropped = same_everywhere(ranks(2).run(anew, how))
     assert dropped == 2 and begun > 4
+
+
+def at_random(opt: Any, seed: int) -> int:
+    """Steps of random groups, options and limits, with and without hooks: the same bits."""
+    generator = random.Random(seed)
+    shapes = [(generator.randint(1, 40), generator.randint(1, 40)) for _ in range(9)]
+    shapes += [(3, generator.randint(1, 9), generator.randint(1, 9)) for _ in range(3)]
+    others = [(generator.choice([1100, 33 * 33]),), (70, 20), (5, 4), ()]
+    dtype = generator.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+    wire = generator.choice([None, torch.float16])
+    limits = {
+        "prefetch": generator.randint(1, 5),
+        "in_flight_bytes": generator.choice([1, 3000, 20000, 2**28]),
+        "chunk_size": generator.choice([-1, 1, 4]),
+        "wire_dtype": wire,
+    }
+    none_grad, backwards = generator.random() < 0.5, generator.randint(1, 2)
+    absent = [{k for k in range(16) if generator.random() < 0.1} for _ in range(4)]
+    pushed = generator.choice([0, 300, 2**40])
+    results, begun = [], 0
+    for early in (backwards, 0):
+        noise = torch.Generator().manual_seed(seed)
+        params = [
+            nn.Parameter(torch.randn(shape, generator=noise).to(dtype))
+            for shape in (*shapes, *others)
+        ]
+        names = [f"experts.{k}" if len(s) == 3 else f"w.{k}" for k, s in enumerate(shapes)]
+        listed = [
+            {"kind": "muon", "params": params[:7], "names": names[:7], "lr": 0.1},
+            {"kind": "muon", "params": params[7:12], "names": names[7:], "lr": 0.05},
+            {"kind": "adamw", "params": params[12:], "lr": 0.1},
+        ]
+        listed[1]["expert_keys"], listed[1]["beta2"] = ["experts"], None
+        listed = [group | {"none_grad": none_grad} for group in listed]
+        config = opt.DistributedConfig(reduce_in_backward=early, **limits)
+        optimizer = opt.DistMuonAdamW(listed, distributed=config)
+        noise.manual_seed(seed + 1 + distributed.get_rank())
+        with Hooked(opt) as counted:
+            module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
+            for step in range(4):
+                for _ in range(backwards):
+                    weights = [torch.randn(p.shape, generator=noise).to(dtype) for p in params]
+                    pairs = enumerate(zip(params, weights, strict=True))
+                    there = [(p * w).sum() for k, (p, w) in pairs if k not in absent[step]]
+                    torch.stack(there).sum().backward()
+                optimizer.step()
+                assert not none_grad or all(param.grad is None for param in params)
+                optimizer.zero_grad()
+            optimizer.state_dict()
+            begun += counted["begun"]
+        results.append([bits(param) for param in params])
+    assert results[0] == results[1]
+    return begun
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_random_plans(ranks, count) -> None:
+    begun = [same_everywhere(ranks(count).run(at_random, 50 * count + k)) for k in range(5)]
+    assert sum(map(bool, begun)) > 2, begun
 
 
 CHANGES = {
