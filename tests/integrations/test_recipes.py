@@ -26,6 +26,7 @@ from torch.distributed import checkpoint
 
 from .._compare import assert_error_at_most
 from ..conftest import ROOT
+from ..optimizers._nanochat import groups_of
 from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..test_readme import blocks
@@ -450,19 +451,7 @@ def test_nanochat(opt, contract, tmp_path) -> None:
     runs = []
 
     def setup_optimizer(model: TinyTransformer) -> Any:
-        matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-        rest = [p for p in model.parameters() if p.ndim < 2]
-        adamw = {"kind": "adamw", "eps": 1e-10, "weight_decay": 0.01}
-        groups = [
-            {"params": [model.lm_head.weight], "lr": 0.004, "betas": (0.8, 0.96), **adamw},
-            {"params": [model.embed_tokens.weight], "lr": 0.2, "betas": (0.8, 0.995), **adamw},
-            {"params": rest, "lr": 0.5, "betas": (0.96, 0.95), **adamw},
-        ]
-        rule = {"lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.2}
-        for shape in sorted({p.shape for p in matrices}):
-            same = [p for p in matrices if p.shape == shape]
-            groups.append({"kind": "muon", "params": same, **rule})
-        optimizer = sys.modules["nanochat.gpt"].MuonAdamW(groups)
+        optimizer = sys.modules["nanochat.gpt"].MuonAdamW(groups_of(model))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
