@@ -81,6 +81,10 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
+# One of each way in which paths to experts, layouts and routers differ.
+DISTINCT = ("qwen3_moe_square", "qwen3_5_moe_vlm", "mixtral", "gpt_oss", "deepseek_v3")
+
+
 def model_of(name: str, **changes: Any) -> torch.nn.Module:
     """A model as its class initialises it, of a configuration with some changes."""
     kind, own = MODELS[name]

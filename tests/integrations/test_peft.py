@@ -18,8 +18,8 @@ from torch import nn
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
 from ._models import (
+    DISTINCT,
     FP32,
-    MODELS,
     assert_close_tensors,
     build,
     experts_of,
@@ -81,7 +81,7 @@ ONE = [{"parameters": [target], "use_rslora": True} for target in BOTH]
 @pytest.mark.sees_defect("an adapter of one projection is read as the other's, or not at all")
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [(name, WITH_ROUTER) for name in MODELS]
+    [(name, WITH_ROUTER) for name in DISTINCT]
     + [(name, targets) for name in ("qwen3_moe_square", "gpt_oss") for targets in ONE],
     ids=str,
 )

@@ -16,8 +16,8 @@ from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ._models import (
+    DISTINCT,
     FP32,
-    MODELS,
     assert_close_tensors,
     build,
     experts_of,
@@ -49,7 +49,7 @@ def saved(opt, device, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "rslora"), [(name, name in ("qwen3_moe_square", "gpt_oss")) for name in MODELS]
+    ("name", "rslora"), [(name, name in ("qwen3_moe_square", "gpt_oss")) for name in DISTINCT]
 )
 def test_our_adapter_in_peft(opt, device, name: str, rslora: bool, tmp_path) -> None:
     """Logits, and the gradients, which a file holds under PEFT's names if they are the factors."""
@@ -68,7 +68,7 @@ def test_our_adapter_in_peft(opt, device, name: str, rslora: bool, tmp_path) -> 
     assert_close_tensors(gradients, theirs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_pefts_adapter_in_ours_and_back(opt, device, name: str, tmp_path) -> None:
     reference = wrap(build(name).to(device))
     reference.save_pretrained(tmp_path / "theirs")

@@ -93,9 +93,16 @@ def assert_same_model(loaded, expected):
         assert_same_bits(value + 0, parameter + 0)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "quant_type", "nested"),
+    [
+        ("qwen3_moe", "nf4", False),
+        ("qwen3_moe", "fp4", True),
+        ("mixtral", "fp4", False),
+        ("mixtral", "nf4", True),
+        ("deepseek_v3", "nf4", True),
+    ],
+)
 def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested):
     """The packed bytes are the files' own, and every weight is what bitsandbytes decodes."""
     folder = write_bnb(tiny(name), tmp_path / "bnb", nested=nested, quant_type=quant_type)
@@ -229,8 +236,7 @@ def test_what_we_pack_is_what_is_published(opt, load, tmp_path):
     [(FP8, (128, 128)), (FP8 | {"weight_block_size": None}, (0, 0)), (CHANNELS, (1, 0))],
     ids=["128 x 128", "per tensor", "per row"],
 )
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("width", [128, 192])
+@pytest.mark.parametrize(("name", "width"), [("qwen3_moe", 128), ("deepseek_v3", 192)])
 def test_fp8_expert_by_expert(load, tmp_path, name, config, block, width):
     """Bytes are the files' own; of 192 rows the second block has 64, and up's begin below them."""
     model = tiny(name, hidden_size=256, moe_intermediate_size=width)
