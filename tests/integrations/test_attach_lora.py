@@ -10,7 +10,6 @@ import weakref
 from pathlib import Path
 from unittest import mock
 
-import datasets
 import peft
 import pytest
 import torch
@@ -543,9 +542,7 @@ def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
         rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
         arguments = settings(folder, device) | {"max_steps": 5, "save_steps": 3}
         return transformers.Trainer(
-            model,
-            transformers.TrainingArguments(**arguments),
-            train_dataset=datasets.Dataset.from_list(rows),
+            model, transformers.TrainingArguments(**arguments), train_dataset=rows
         )
 
     whole = trainer(tmp_path)

@@ -565,6 +565,7 @@ KILLED_AFTER = 8
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(opt, device, forks, tmp_path) -> None:
+    pytest.importorskip("trl")
     whole = trainer_of(opt, tmp_path / "whole", device)
     whole.train()
     expected = losses(whole)
