@@ -272,23 +272,36 @@ def replicated(mesh, param, placement):
 
 
 @pytest.mark.sees_defect("replicated DTensors go to kernels as they are")
-def test_replicated_dtensors_step_as_local_tensors(opt, submodule, mesh) -> None:
-    """The work is done on local tensors; state is placed like the parameter."""
-    plain = parameters(SHAPES)
+@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
+def test_replicated_dtensors_step_as_local_tensors(opt, mesh, offload) -> None:
+    """The work is done on local tensors; state is placed like the parameter, also on the host."""
+    plain = parameters(SHAPES, dtype=torch.bfloat16 if offload else torch.float32)
     params = [replicated(mesh, param, Replicate()) for param in plain]
     optimizer, other = opt.MuonAdamW(kinds_of(params)), opt.MuonAdamW(kinds_of(plain))
+    if offload:
+        optimizer.turn_on_cpu_offload()
     for step in range(3):
         new_gradients(plain, seed=step)
         for param, local in zip(params, plain, strict=True):
             param.grad = distribute_tensor(local.grad.clone(), mesh, [Replicate()])
         optimizer.step()
         other.step()
+    optimizer.state_dict()  # waits for what is on its way
     for param, local in zip(params, plain, strict=True):
         assert_same_bits(param.detach().to_local(), local.detach())
-    buffer = optimizer.state[params[0]]["momentum_buffer"]
-    assert buffer.placements == (Replicate(),)
+        for key, value in other.state[local].items():
+            found = optimizer.state[param][key]
+            if value.ndim:
+                assert found.placements == (Replicate(),) and found.shape == value.shape
+                found = found.to_local()
+            assert_same_bits(found, value)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert_same_bits(optimizer.state[params[0]]["momentum_buffer"].to_local(), buffer.to_local())
+    if offload:
+        optimizer.turn_off_cpu_offload()
+    buffers = [
+        one.state[of[0]]["momentum_buffer"] for one, of in ((optimizer, params), (other, plain))
+    ]
+    assert_same_bits(buffers[0].to_local(), buffers[1])
     optimizer.load_state_dict(other.state_dict())
 
 

@@ -13,9 +13,7 @@ import weakref
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import marked, new_gradients, parameters, train, values
@@ -269,37 +267,6 @@ def test_copies_of_the_optimizer(opt, device, make, way) -> None:
     assert_same_values(clone, optimizer)
     optimizer.turn_off_cpu_offload()
     assert not copy.deepcopy(optimizer).offloaded
-
-
-def test_replicated_dtensors(opt, tmp_path) -> None:
-    """State stays a DTensor with the parameter's placements."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/w", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        plain = parameters([(6, 4), (5,)], dtype=torch.bfloat16)
-        params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])) for p in plain]
-        runs = []
-        for of_run in (plain, params):
-            optimizer = opt.Muon(marked(of_run, 1))
-            if of_run is params:
-                optimizer.turn_on_cpu_offload()
-            for step in range(3):
-                new_gradients(plain, seed=step)
-                for param, local in zip(params, plain, strict=True):
-                    param.grad = distribute_tensor(local.grad.clone(), mesh, [Replicate()])
-                optimizer.step()
-            runs.append(optimizer)
-        for one, other in zip(plain, params, strict=True):
-            assert_same_bits(other.detach().to_local(), one.detach())
-        for one, other in zip(travelling(runs[0]), travelling(runs[1]), strict=True):
-            assert other.placements == (Replicate(),)
-            assert (other.shape, other.dtype) == (one.shape, torch.float32)
-            assert_same_bits(other.to_local(), one)
-        runs[1].load_state_dict(runs[1].state_dict())
-        runs[1].turn_off_cpu_offload()
-        assert_same_bits(travelling(runs[1])[0].to_local(), travelling(runs[0])[0])
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_it_works_together_with_qk_clip(opt, device) -> None:
