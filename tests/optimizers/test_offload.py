@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import marked, new_gradients, parameters, train, values
+from ._steps import marked, new_gradients, parameters, train
 from .test_numbers import NoHostReads
 from .test_state import MAKERS, SHAPES, assert_same_state, state_tensors
 
@@ -267,20 +267,6 @@ def test_copies_of_the_optimizer(opt, device, make, way) -> None:
     assert_same_values(clone, optimizer)
     optimizer.turn_off_cpu_offload()
     assert not copy.deepcopy(optimizer).offloaded
-
-
-def test_it_works_together_with_qk_clip(opt, device) -> None:
-    config = {"q_indices": [0], "k_indices": [0], "head_dim": 4, "threshold": 1.0}
-    runs = []
-    for offload in (False, True):
-        params = parameters([(4, 6), (4, 6)], device=device)
-        named = [("layers.0.a.wq.weight", params[0]), ("layers.0.a.wk.weight", params[1])]
-        optimizer = opt.Muon(named, clip_config=config)
-        if offload:
-            optimizer.turn_on_cpu_offload()
-        optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
-        runs.append(values(params))
-    assert_all_same_bits(*runs)
 
 
 @pytest.mark.gpu

@@ -262,13 +262,17 @@ def test_parameters_without_gradients_are_clipped_with_their_partner(opt, device
         assert heads(old, param, D) == pytest.approx([0.5] * 3)
 
 
-def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device) -> None:
+@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
+def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device, offload) -> None:
     """Never inside the input of the iteration: state equals that of a step without clip."""
     states, weights = [], []
     for logits in (None, {0: torch.full((3,), 40.0, device=device)}):
         named = layer({"wq": 12, "wk": 12}, device=device)
         optimizer = build(opt, "MuonAdamW", named, MHA, lr=0.1, weight_decay=0.2)
+        if offload:
+            optimizer.turn_on_cpu_offload()
         optimizer.step(qk_logits=logits)
+        optimizer.state_dict()  # waits for what is on its way
         states.append([optimizer.state[p] for _, p in named])
         weights.append([p.detach() for _, p in named])
     for one, other in zip(*states, strict=True):
