@@ -207,8 +207,8 @@ def at_random(opt: Any, seed: int) -> int:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_random_plans(ranks, count) -> None:
-    begun = [same_everywhere(ranks(count).run(at_random, 50 * count + k)) for k in range(5)]
-    assert sum(map(bool, begun)) > 2, begun
+    begun = [same_everywhere(ranks(count).run(at_random, 50 * count + k)) for k in range(3)]
+    assert sum(map(bool, begun)) > 1, begun
 
 
 CHANGES = {
