@@ -198,15 +198,12 @@ def _simple(name: str, check: Any = None, /, **values: Any) -> None:
 
     @call(name)
     def made(package: Package, generator: random.Random) -> Made:
-        given = {
-            key: generator.choice(value)
-            if isinstance(value, list)
-            else value(package, generator)
-            if callable(value)
-            else value
-            for key, value in values.items()
-        }
-        return given, check
+        def given(value: Any) -> Any:
+            if isinstance(value, list):
+                return generator.choice(value)
+            return value(package, generator) if callable(value) else value
+
+        return {key: given(value) for key, value in values.items()}, check
 
 
 def _layout(package: Package, _: random.Random) -> Any:
