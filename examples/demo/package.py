@@ -70,7 +70,7 @@ def load_package(device: torch.device) -> Package:
     os.environ.setdefault("LOCAL_KERNELS", f"{repo_id}={ROOT}")
     try:
         module = get_kernel(repo_id, version=version, backend=device.type, trust_remote_code=True)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ImportError) as error:  # a checkout itself raises the latter
         raise MissingVariantError(
             f"no {device.type} variant for this machine under "
             f"LOCAL_KERNELS={os.environ['LOCAL_KERNELS']}; "

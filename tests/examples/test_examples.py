@@ -245,6 +245,8 @@ def test_gpu_without_a_variant_of_its_own(
     (variant,) = (ROOT / "build").glob("torch-stable-abi211-cpu-*")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / variant.name).symlink_to(variant)
+    for name in ("metadata.json", "no_variant"):  # as a checkout has them, for what is not built
+        (tmp_path / name).symlink_to(ROOT / name)
     options = ["--model", "tiny", "--corpus", str(corpus), "--steps", "20", "--threads", "1"]
     options += ["--out-dir", str(tmp_path / "out")] + (["--device", device] if device else [])
     found = environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}")
