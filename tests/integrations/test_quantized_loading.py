@@ -170,6 +170,41 @@ def test_saved_and_loaded_without_quantising_again(
     assert_same_tensors(again.state_dict(), first.state_dict())
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16], ids=str)
+def test_dtypes_as_from_pretrained_takes_them(opt, tmp_path, monkeypatch, dtype):
+    """By name too; what the class keeps in float32 stays so."""
+    model = build("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", {"lm_head"})
+    loaded = opt.integrations.load_quantized(tmp_path, dtype=dtype, device_map="cpu")
+    assert loaded.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert loaded.lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dtype": "bf16"}, ValueError, "dtype must be .*floating.* got 'bf16'"),
+        ({"dtype": torch.int8}, ValueError, "dtype must be .*floating.* got torch.int8"),
+        ({"torch_dtype": "auto"}, TypeError, "keyword argument 'torch_dtype'; it is called dtype"),
+        ({"load_in_4bit": True}, TypeError, "'load_in_4bit'; experts become NF4 without it"),
+        ({"attn_implementation": "sdpa"}, TypeError, r"model.set_attn_implementation\(...\)"),
+        ({"token": "x"}, TypeError, "'token'; log in with .*HF_TOKEN"),
+        ({"model_class": "AutoModel"}, TypeError, "model_class must be a class .* got 'AutoModel'"),
+        ({"device_map": "gpu"}, ValueError, "device_map='gpu' names no device"),
+    ],
+)
+def test_wrong_options_are_refused(opt, saved, options, error, words):
+    with pytest.raises(error, match=words):
+        opt.integrations.load_quantized(saved("qwen3_moe"), **OPTIONS | options)
+
+
+def test_files_that_are_no_safetensors(opt, saved, tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match=r"no model.safetensors; .* save_pretrained"):
+        opt.integrations.load_quantized(tmp_path)
+
+
 def test_names_and_shapes_that_do_not_fit_are_named(load, saved, tmp_path):
     source = saved("qwen3_moe")
     tensors = load_file(source / "model.safetensors")
@@ -193,7 +228,7 @@ def test_names_and_shapes_that_do_not_fit_are_named(load, saved, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             load(changed(**changes))
-    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors$"):
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors;"):
         load(tmp_path.parent)
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         load(source, revision="main")

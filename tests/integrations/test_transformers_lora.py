@@ -137,7 +137,17 @@ def test_what_a_model_or_its_adapters_do_not_allow(opt, device) -> None:
     biased = build("gpt_oss").to(device)
     with pytest.raises(ValueError, match=r"has LoRA on .*, not 'down_proj_bias'"):
         attach(biased, 1, 1, target_parameters=["experts.down_proj_bias"])
-    for call in (attach, opt.integrations.use_in_transformers, opt.integrations.quantize_experts):
+    ours = opt.integrations
+    for call in (
+        attach,
+        ours.use_in_transformers,
+        ours.quantize_experts,
+        ours.merge_lora,
+        ours.unmerge_lora,
+        ours.detach_lora,
+        ours.disable_lora,
+        lambda name: ours.load_peft_adapter(name, "folder"),
+    ):
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str; load it"):
             call("Qwen/Qwen3-30B-A3B")
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ...moe.quantized.expert_weights import check_module
 from ..models.experts import operand_shape, parameter_names
 from ..models.model_files import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
@@ -155,6 +156,7 @@ def load_peft_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_module(model)
     check_attachable(model)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.lora import check_factor_dtype
+from ...moe.quantized.expert_weights import check_module
 from ...optimizers.groups.parameters import is_dtensor
 from ..models.experts import ATTACHED, experts_modules, is_experts, stacks
 from ..models.quantize_in_memory import quantize_experts
@@ -306,7 +307,8 @@ def configurations(model: nn.Module) -> dict[str, Any]:
 
 
 def is_injected(model: nn.Module) -> bool:
-    """Whether PEFT has put layers into a model."""
+    """Whether PEFT has put layers into a model; TypeError for what is no model."""
+    check_module(model)
     return any(peft.is_layer(module) for module in model.modules())
 
 

@@ -95,7 +95,13 @@ class ModelFiles:
         """Key -> file: of the index, or of the only file."""
         with contextlib.suppress(FileNotFoundError):
             return self._weight_map(self.path(INDEX))
-        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        try:
+            return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{error}; only safetensors are read: load another kind of file with "
+                "from_pretrained, and save_pretrained the model"
+            ) from error
 
     def _weight_map(self, index: Path) -> dict[str, str]:
         """Key -> file of an index, whose files must lie in the checkpoint's own folder.

@@ -28,6 +28,14 @@ from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)
 
+OTHER_NAMES = {  # of what from_pretrained takes
+    "torch_dtype": "it is called dtype",
+    "load_in_4bit": "experts become NF4 without it",
+    "quantization_config": "pass quant_type, blocksize and nested",
+    "attn_implementation": "call model.set_attn_implementation(...) afterwards",
+    "token": "log in with `hf auth login`, or set HF_TOKEN",
+}
+
 
 def placement(
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
@@ -57,7 +65,11 @@ def placement(
             )
         device_map = next(iter(device_map.values()))
     if device_map not in (None, "auto"):
-        return torch.device(f"cuda:{device_map}" if isinstance(device_map, int) else device_map)
+        name = f"cuda:{device_map}" if isinstance(device_map, int) else device_map
+        try:
+            return torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device_map={device_map!r:.99} names no device: {error}") from error
     if _shards(environ):
         chosen, reason = torch.device("cpu"), "FSDP or ZeRO-3 moves the shards itself"
     elif torch.cuda.is_available():
@@ -83,13 +95,14 @@ def load_quantized(
     revision: str | None = None,
     local_files_only: bool = False,
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     blocksize: int | None = None,
     quant_type: str | None = None,
     nested: bool | None = None,
     strategy: str = "auto",
     config: Any = None,
     model_class: Any = None,
+    **unknown: Any,
 ) -> nn.Module:
     """Build a transformers model whose experts are quantised while they are read.
 
@@ -98,7 +111,8 @@ def load_quantized(
         revision: of a Hub id; name a commit to load the same files always.
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
         device_map: see `placement`.
-        dtype: of everything but the experts, and but for what the model keeps in float32.
+        dtype: of everything but the experts, and but for what the model keeps in float32; a dtype
+            or its name, "auto" for the checkpoint's own.
         quant_type: "nf4", "fp4", "mxfp4" or "fp8"; None for that of the files, "nf4" where they are
             not quantised.
         blocksize: elements per scale of NF4 and FP4; None for 64.
@@ -107,6 +121,7 @@ def load_quantized(
         config: None for the checkpoint's own.
         model_class: a class of transformers for this configuration, or one of its auto classes;
             None for AutoModelForCausalLM.
+        **unknown: refused, with what takes its place here.
 
     Returns:
         The model in eval mode, on one device, on our experts implementation. Experts that the files
@@ -114,16 +129,25 @@ def load_quantized(
         of gpt-oss, or FP8 (e4m3). Other matrices are decoded to dtype.
 
     Raises:
+        FileNotFoundError: there is no such checkpoint, or none in safetensors.
+        TypeError: an unknown keyword, or a model_class that is none.
         ValueError: names or shapes of the files and of the model differ; the model has no experts;
             the files are quantised in another way, or in another than was asked for; or what
             `placement` refuses.
     """
+    for name in unknown:
+        remedy = OTHER_NAMES.get(name, "what configures the model goes into config=")
+        raise TypeError(f"load_quantized() got an unexpected keyword argument {name!r}; {remedy}")
+    if isinstance(model_class, str):
+        raise TypeError(f"model_class must be a class of transformers, got {model_class!r}")
     device = placement(device_map)
     wanted = {"quant_type": quant_type, "blocksize": blocksize, "nested": nested}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     format_of(**wanted)  # raises before a file is read
     with ModelFiles(source, revision=revision, local_files_only=local_files_only) as files:
-        model = _skeleton(files, config, model_class, dtype)
+        config = _config(files) if config is None else config
+        dtype = _dtype(dtype, config)
+        model = _skeleton(config, model_class, dtype)
         found = dict(experts_modules(model))
         if not found:
             raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
@@ -150,13 +174,28 @@ class _ParametersOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _skeleton(files: ModelFiles, config: Any, model_class: Any, dtype: torch.dtype) -> nn.Module:
+def _config(files: ModelFiles) -> Any:
+    """The checkpoint's own configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(files.path("config.json").parent)
+
+
+def _dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
+    """A dtype by itself, by its name, or by "auto"; a ValueError for one that has no fractions."""
+    given = dtype
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f'dtype must be "auto", a floating torch.dtype or its name, got {given!r}')
+    return dtype
+
+
+def _skeleton(config: Any, model_class: Any, dtype: torch.dtype) -> nn.Module:
     """The model without its weights."""
     import transformers
 
-    if config is None:
-        folder = files.path("config.json").parent
-        config = transformers.AutoConfig.from_pretrained(folder)
     kind = model_class or transformers.AutoModelForCausalLM
     build = getattr(kind, "from_config", None) or kind._from_config  # only the auto classes have it
     with _ParametersOnMeta(), torch.no_grad():
