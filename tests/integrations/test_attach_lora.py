@@ -449,7 +449,7 @@ def test_a_file_cannot_keep_peft_matching_for_hours(opt, device, tmp_path, monke
     opt.integrations.save_peft_adapter(model, tmp_path / "again")
     asked.assert_not_called()
     edit(tmp_path, rank_pattern={".*.*.*x": 3})
-    with pytest.raises(ValueError, match=r"rank_pattern .* has more than 2 repeats"):
+    with pytest.raises(ValueError, match=r"rank_pattern.* has more than 2 repeats"):
         opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="third")
 
 

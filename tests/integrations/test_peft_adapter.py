@@ -378,14 +378,16 @@ def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "0", "_"]
     hits = 0
     for _ in range(8_000):
-        parts = [draw.choice(atoms) + draw.choice(["", "", "", "*", "+", "?"]) for _ in range(4)]
+        signs = [draw.choice(["", "*", "+", "?"]) for _ in range(config.REPEATS)] + ["", ""]
+        draw.shuffle(signs)
+        parts = [draw.choice(atoms) + sign for sign in signs]
         pattern = draw.choice(["", "", "^"]) + "".join(parts) + draw.choice(["", "", "$"])
         name = "".join(draw.choice("ab.0_") for _ in range(draw.randint(0, 7)))
         rules = config.pattern_rules({"rank_pattern": {pattern: 1}}, "rank_pattern", Path("file"))
         expected = get_pattern_key([pattern], name) == pattern
         assert (config.by_pattern(rules, name, 0) == 1) == expected, (pattern, name)
         hits += expected
-    assert hits > 400
+    assert hits > 200
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """adapter_config.json of PEFT: which parameters of the experts it names, with which rank and alpha.
 
 Files may be anybody's, so what is read is checked: types, options, ranks. PEFT takes the keys of
-`rank_pattern` and `alpha_pattern` for regular expressions, of which a short one can run for years;
-here they are matched in time that grows with the length of the name times that of the pattern.
+`rank_pattern` and `alpha_pattern`, and some names of modules, for regular expressions, of which a
+short one can run for years: the time is a power of the number of repeats, so few are allowed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,9 @@ TYPES = {
 }
 # One character, and how often: a letter, an escaped sign, any character, a digit or a class.
 ATOM = re.compile(r"(\\[^A-Za-z0-9]|\\d|\.|\[\^?[\w.-]+\]|[\w/:,@ -])([*+?]?)", re.ASCII)
-LENGTH, REPEATS, PATTERNS = 300, 8, 100  # of one pattern, in it, and how many may have any
+LENGTH, REPEATS, PATTERNS = 300, 2, 100  # of one pattern, in it, and how many may have any
 
-Atom = tuple[Callable[[str], Any], str]  # whether a character fits; "", "*", "+" or "?"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A value, and the names it is meant for."""
-
-    atoms: tuple[Atom, ...]
-    whole: bool  # ^: the whole name, and not what stands behind one of its dots
-    value: Any
+Rules = list[tuple[re.Pattern[str], Any]]  # a value, and the names it is meant for
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -106,7 +97,7 @@ def read_config(file: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {key!r} must be names, got {names!r:.99}")
         if isinstance(names, str) or key == "modules_to_save":  # PEFT takes them for patterns
             for pattern in [names] if isinstance(names, str) else names:
-                _atoms(pattern, key, file, "a list of the ends of modules' names")
+                _compiled(pattern, key, file, "a list of the ends of modules' names")
     if not config.get("target_parameters"):
         raise ValueError(
             f"{file} targets no parameters, so it has nothing for experts; load it with "
@@ -130,25 +121,22 @@ def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
     return release
 
 
-def pattern_rules(config: Mapping[str, Any], key: str, file: Path | str) -> list[Rule]:
+def pattern_rules(config: Mapping[str, Any], key: str, file: Path | str) -> Rules:
     """The entries of `rank_pattern` or `alpha_pattern`, in their order; ValueError for others."""
     remedy = "the end of a parameter's name, such as 'layers.0.mlp.experts.down_proj'"
-    rules = [
-        Rule(_atoms(pattern, key, file, remedy), pattern.startswith("^"), value)
-        for pattern, value in (config.get(key) or {}).items()
-    ]
-    if sum(any(repeat for _, repeat in rule.atoms) for rule in rules) > PATTERNS:
+    named = config.get(key) or {}
+    if sum(any(sign in pattern for sign in "*+?") for pattern in named) > PATTERNS:
         raise ValueError(f"{file}: {key!r} has more than {PATTERNS} patterns with repeats")
-    return rules
+    return [(_compiled(pattern, key, file, remedy), value) for pattern, value in named.items()]
 
 
-def by_pattern(rules: list[Rule], name: str, otherwise: Any) -> Any:
+def by_pattern(rules: Rules, name: str, otherwise: Any) -> Any:
     """PEFT's rule: the first pattern that matches the whole name or a dotted end of it."""
-    return next((rule.value for rule in rules if _matches(rule, name)), otherwise)
+    return next((value for pattern, value in rules if pattern.match(name)), otherwise)
 
 
-def _atoms(pattern: str, key: str, file: Path | str, remedy: str) -> tuple[Atom, ...]:
-    """The parts of a pattern; ValueError where it has groups, alternatives or counts."""
+def _compiled(pattern: str, key: str, file: Path | str, remedy: str) -> re.Pattern[str]:
+    """A pattern as PEFT matches it; ValueError where it has groups, alternatives or counts."""
 
     def refused(why: str) -> ValueError:
         return ValueError(f"{file}: {key!r} has {pattern!r:.99}, {why}; write {remedy}")
@@ -158,53 +146,18 @@ def _atoms(pattern: str, key: str, file: Path | str, remedy: str) -> tuple[Atom,
     body = pattern.removeprefix("^")
     if body.endswith("$") and not body.endswith("\\$"):
         body = body[:-1]
-    atoms: list[Atom] = []
-    at = 0
+    at = repeats = 0
     while at < len(body):
         found = ATOM.match(body, at)
         if found is None:
             raise refused(f"where {body[at:]!r:.40} is no letter, digit, '.', class or repeat")
-        try:
-            atoms.append((re.compile(found[1]).fullmatch, found[2]))
-        except re.error as error:
-            raise refused(f"where {found[1]!r} is no class of characters") from error
-        at = found.end()
-    if sum(repeat != "" for _, repeat in atoms) > REPEATS:
+        at, repeats = found.end(), repeats + bool(found[2])
+    if repeats > REPEATS:
         raise refused(f"which has more than {REPEATS} repeats")
-    return tuple(atoms)
-
-
-def _matches(rule: Rule, name: str) -> bool:
-    """Whether a rule is meant for a name.
-
-    All the places in the pattern that may have been reached are kept at once, so that no choice is
-    ever taken back.
-    """
-    atoms = rule.atoms
-    if not any(repeat for _, repeat in atoms):  # most rules are names
-        start = len(name) - len(atoms)
-        free = start == 0 or (start > 0 and not rule.whole and name[start - 1] == ".")
-        return free and all(fits(char) for (fits, _), char in zip(atoms, name[start:], strict=True))
-    places = _with_skipped(atoms, {0})
-    for char in name:
-        reached = {0} if char == "." and not rule.whole else set()
-        for place in places:
-            if place < len(atoms) and atoms[place][0](char):
-                reached.add(place + 1)
-                if atoms[place][1] in ("*", "+"):
-                    reached.add(place)
-        places = _with_skipped(atoms, reached)
-    return len(atoms) in places
-
-
-def _with_skipped(atoms: tuple[Atom, ...], places: set[int]) -> set[int]:
-    """The places, and those behind parts that may be missing."""
-    found = set(places)
-    for place in places:
-        while place < len(atoms) and atoms[place][1] in ("*", "?"):
-            place += 1
-            found.add(place)
-    return found
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise refused(f"which is no pattern ({error})") from error
 
 
 def targeted(

@@ -30,7 +30,6 @@ from . import peft
 from .adapter_config import PLAIN, AdapterOptions, ends, plain
 
 PREFIX = "base_model.model."  # of every key that PEFT writes
-REPEATS = 2  # in a pattern of a file that PEFT matches, whose time is a power of their number
 # What a LoraConfig may say: PEFT does it for experts as for other modules.
 HONOURED = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
@@ -147,20 +146,6 @@ def _check_modules(model: nn.Module, config: Any) -> None:
                     f"{key}: {one!r} is not found, no module has that name; a model's experts are "
                     "stacks that have LoRA without being named here, so name the other modules"
                 )
-
-
-def _check_bounded(config: dict[str, Any], file: Any) -> None:
-    """Raise ValueError for a file's pattern that PEFT's matching could take hours over."""
-    named = [
-        (key, one) for key in ("rank_pattern", "alpha_pattern") for one in config.get(key) or ()
-    ]
-    named += [(key, config.get(key)) for key in ("target_modules", "exclude_modules")]
-    for key, pattern in named:
-        repeats = re.sub(r"\\.", "", pattern) if isinstance(pattern, str) else ""
-        if sum(sign in "*+?{" for sign in repeats) > REPEATS:
-            raise ValueError(
-                f"{file}: {key} {pattern!r:.60} has more than {REPEATS} repeats; name the modules"
-            )
 
 
 def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
@@ -471,7 +456,6 @@ def load(
     fields -= {"peft_version", "peft_type", "auto_mapping", "runtime_config", "init_lora_weights"}
     options = {key: value for key, value in config.items() if key in fields and value is not None}
     options |= {"target_modules": options.get("target_modules", []), "inference_mode": False}
-    _check_bounded(config, file)
     own = config_of(model, LoraConfig(**options), {})
     dtype = _check_tensors(config, tensors, file)
     _check_addition(model, own, adapter)
