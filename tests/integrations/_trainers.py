@@ -53,21 +53,30 @@ def settings(folder: Path, device: torch.device) -> dict[str, Any]:
     }
 
 
-def trainer_of(opt: Any, folder: Path, device: torch.device) -> Any:
-    """TRL's trainer of a fresh PEFT model over 4-bit experts, on our kernels."""
+def plain_trainer(model: torch.nn.Module, arguments: dict[str, Any], **options: Any) -> Any:
+    """transformers' Trainer over the samples."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
+    given = transformers.TrainingArguments(**arguments)
+    return transformers.Trainer(model, given, train_dataset=rows, **options)
+
+
+def sft_trainer(model: torch.nn.Module, arguments: dict[str, Any], **options: Any) -> Any:
+    """TRL's over the samples."""
     import datasets
     import trl
 
+    rows = datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()])
+    options |= {"train_dataset": rows, "processing_class": tokenizer()}
+    given = trl.SFTConfig(**arguments, gradient_checkpointing=False)
+    return trl.SFTTrainer(model, given, **options)
+
+
+def trainer_of(opt: Any, folder: Path, device: torch.device) -> Any:
+    """TRL's trainer of a fresh PEFT model over 4-bit experts, on our kernels."""
     model = build("qwen3_moe").to(device)
     opt.integrations.quantize_experts(model)
     torch.manual_seed(7)  # of PEFT's factors
-    trainer = trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**settings(folder, device), gradient_checkpointing=False),
-        train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()]),
-        processing_class=tokenizer(),
-        peft_config=lora(),
-    )
+    trainer = sft_trainer(model, settings(folder, device), peft_config=lora())
     opt.integrations.use_in_transformers(trainer.model)
     return trainer
 

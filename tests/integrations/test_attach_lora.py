@@ -39,7 +39,7 @@ from ._models import (
     step,
     trained,
 )
-from ._trainers import losses, samples, settings
+from ._trainers import losses, plain_trainer, settings
 from .test_peft import train
 from .test_peft_adapter import edit
 
@@ -539,11 +539,7 @@ def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
         model = opt.integrations.attach_lora(
             build("qwen3_moe").to(device), 3, 7, quantize=quantize, **options
         )
-        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
-        arguments = settings(folder, device) | {"max_steps": 5, "save_steps": 3}
-        return transformers.Trainer(
-            model, transformers.TrainingArguments(**arguments), train_dataset=rows
-        )
+        return plain_trainer(model, settings(folder, device) | {"max_steps": 5, "save_steps": 3})
 
     whole = trainer(tmp_path)
     whole.train()

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
@@ -43,7 +43,7 @@ from ._published import (
     write_mxfp4,
     write_tensors,
 )
-from ._trainers import STEPS, losses, samples, settings
+from ._trainers import STEPS, losses, plain_trainer, settings
 from .test_peft import wrap, wrappers_of
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
@@ -582,9 +582,8 @@ def test_a_run_without_peft_resumes(opt, load_files, device, tmp_path) -> None:
         torch.manual_seed(5)
         model = load_files()
         opt.integrations.attach_lora(model, r=2, lora_alpha=4)
-        arguments = TrainingArguments(**settings(tmp_path / name, device))
-        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+        arguments = settings(tmp_path / name, device)
+        trainer = plain_trainer(model, arguments, callbacks=list(callbacks))
         trainer.train(resume_from_checkpoint=resume)
         return losses(trainer)
 

@@ -30,7 +30,7 @@ from ..optimizers._nanochat import groups_of
 from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..test_readme import blocks
-from ._trainers import samples, settings, tokenizer
+from ._trainers import plain_trainer, settings, sft_trainer
 
 
 def ours_for(opt: Any, repo_id: str) -> Any:
@@ -519,27 +519,15 @@ def model_of(device: torch.device) -> nn.Module:
 
 
 def trainer_of(opt: Any, kind: str, folder: Path, device: torch.device) -> Any:
-    import datasets
-    import trl
-
     model = model_of(device)
     options = settings(folder, device) | {"max_steps": STEPS, "save_steps": STOP}
     factory = {"optimizer_cls_and_kwargs": (opt.MuonFactory, {"lr": 2e-3, "adamw_lr": 1e-3})}
-    rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
     if kind == "SFTTrainer":
-        return trl.SFTTrainer(
-            model,
-            trl.SFTConfig(**options, gradient_checkpointing=False),
-            train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()]),
-            processing_class=tokenizer(),
-            **factory,
-        )
+        return sft_trainer(model, options, **factory)
     if kind == "optimizers":
         groups = opt.get_default_muon_param_groups(model, adamw_lr=1e-3)
         factory = {"optimizers": (opt.Muon(groups, lr=2e-3), None)}
-    arguments = transformers.TrainingArguments(**options)
-    data = datasets.Dataset.from_list(rows)
-    return transformers.Trainer(model, arguments, train_dataset=data, **factory)
+    return plain_trainer(model, options, **factory)
 
 
 @pytest.mark.parametrize("kind", ["MuonFactory", "optimizers", "SFTTrainer"])
