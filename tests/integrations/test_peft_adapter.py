@@ -343,6 +343,17 @@ def test_a_saver_that_fails_leaves_the_old_files(opt, device, tmp_path, monkeypa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_changed_bit_is_refused(opt, device, tmp_path) -> None:
+    opt.integrations.save_peft_adapter(attached(opt, device), tmp_path)
+    content = bytearray((tmp_path / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / TENSORS).write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged: the checksums of 'base_model\."):
+        ValueError, match="is damaged: the checksums of 'base_model.* are not those"
+    ):
+        opt.integrations.load_peft_adapter(build("qwen3_moe_square").to(device), tmp_path)
+
+
 UNTRAINABLE = [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...moe.quantized.expert_weights import check_module
+from ..checkpoints.tensor_file import read_tensors, replacing, write_tensors
 from ..models.experts import operand_shape, parameter_names
 from ..models.model_files import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
@@ -73,17 +74,15 @@ def save_peft_adapter(
 
     Args:
         model: of `attach_lora`, or a PeftModel with LoRA.
-        folder: made if it does not exist; each of its two files is replaced whole.
+        folder: made if it does not exist; each of its two files is replaced whole. The tensors have
+            checksums, which `load_peft_adapter` compares and others leave alone.
         adapter_name: None for the active one.
 
     Raises:
         ValueError: there is no such adapter; or it is trained together with parameters that the
             file has no place for, which the message names. Nothing has been written then.
         OSError: on every rank, if the one that writes failed.
-        ImportError: safetensors is not installed.
     """
-    from safetensors.torch import save_file
-
     name = adapter_name or active_adapter(model)
     known = known_adapters(model)
     if name not in known:
@@ -98,8 +97,9 @@ def save_peft_adapter(
     def write() -> None:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        _replace(target / TENSORS, lambda path: save_file(tensors, path, {"format": "pt"}))
-        _replace(target / CONFIG, lambda path: path.write_text(text + "\n"))
+        write_tensors(target / TENSORS, tensors, {"format": "pt"})
+        with replacing(target / CONFIG) as file:
+            file.write(f"{text}\n".encode())
 
     write_once(mesh, write)
 
@@ -153,17 +153,11 @@ def load_peft_adapter(
             support; the message names them. The model is unchanged.
         ImportError: safetensors, transformers or, for an id, huggingface_hub is not installed.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     check_module(model)
     check_attachable(model)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)
-    try:
-        tensors = load_file(tensors_file)
-    except SafetensorError as error:
-        raise ValueError(f"{tensors_file} is damaged: {error}") from error
+    tensors, _, _ = read_tensors(tensors_file)
     beyond, names = beyond_experts(config, model)
     targets = targeted(model, config | {"target_parameters": names}, config_file)
     release = peft_release(config, config_file)
@@ -324,13 +318,3 @@ def _exchanged(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     new_a = of_input.permute(2, 1, 0).flatten(0, 1)  # (E r, in)
     new_b = of_output.permute(2, 1, 0).flatten(1, 2)  # (out, r E)
     return new_a.contiguous(), new_b.contiguous()
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Write beside the file, then rename over it: readers see the old one or the new one, whole."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
