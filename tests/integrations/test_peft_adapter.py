@@ -349,8 +349,6 @@ def test_a_changed_bit_is_refused(opt, device, tmp_path) -> None:
     content[-1] ^= 1
     (tmp_path / TENSORS).write_bytes(content)
     with pytest.raises(ValueError, match=r"is damaged: the checksums of 'base_model\."):
-        ValueError, match="is damaged: the checksums of 'base_model.* are not those"
-    ):
         opt.integrations.load_peft_adapter(build("qwen3_moe_square").to(device), tmp_path)
 
 
