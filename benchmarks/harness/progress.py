@@ -38,6 +38,11 @@ class Progress:
         self.left: list[str] = []
         self._end, self._save = end, save
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no case may begin any more, so that nothing needs to be prepared for one."""
+        return self._end is not None and time.monotonic() >= self._end
+
     def begin(self, *cases: str) -> list[str]:
         """Those of the cases that are to be measured now.
 
@@ -46,7 +51,7 @@ class Progress:
         """
         self._save()
         missing = [case for case in cases if case not in self.measured]
-        if self._end is None or time.monotonic() < self._end:
+        if not self.is_over:
             return missing
         self.left += missing
         return []

@@ -390,10 +390,12 @@ def rows(
     """The file's layers; or the models, ranks and tokens that were asked for."""
     import torch
 
-    print(built.package.explain("grouped_lora_linear", device="cuda"))
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
+    if not progress.is_over:
+        print(built.package.explain("grouped_lora_linear", device="cuda"))
     if not layers:
         layers = file_layers(built.commit)
+    if not models and not progress.is_over:
         start = time.perf_counter()
         count = compile_ahead.run("harness.experts.moe_lora", built, progress.measured)
         print(f"[{time.perf_counter() - start:.0f} s] compiled by {count} processes", flush=True)
