@@ -164,6 +164,11 @@ def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
     assert harness.cases.swept(leader) == {"lr": 2e-3, "loss": 3.0}
 
 
+def test_a_curve_has_means_at_their_seconds(harness) -> None:
+    found = harness.pretraining.averaged([4.0, 2.0, 3.0, 1.0, 8.0], 10.0, 5.0, 2)
+    assert found == [(12.0, 3.0), (14.0, 2.0), (15.0, 8.0)]
+
+
 def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
     entry = harness.cases
     earlier = json.loads(written.read_text())

@@ -253,6 +253,19 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch, clockless):
     assert {row.speedup for row in rows if row.ok} == {2.0}
 
 
+def test_which_goals_a_row_has(harness):
+    packed, bf16 = harness.goals.packed_goals, harness.goals.bf16_goals
+    layer = harness.problems.of_model("Mixtral-8x7B", 2048, 16)
+    few, random = dataclasses.replace(layer, tokens=128), harness.problems.random_layers(1)[0]
+    host, way = {"host_ms", "host_of_baseline"}, "fwd+bwd"
+    assert set(packed(layer, way)) == host | {"speedup", "ms", "of_baseline_peak", "of_bf16"}
+    assert set(packed(few, "fwd")) == {"speedup", "of_bf16"}
+    assert set(bf16(layer, way)) == host | {"speedup"} and set(bf16(layer, "fwd")) == host
+    assert set(bf16(layer, way, "triton")) == {"host_ms"}
+    assert packed(few, way) == packed(layer, way, "fused") == packed(random, way) == {}
+    assert bf16(random, way) == {}
+
+
 def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     goals, report = harness.goals, harness.report
     layer = harness.problems.of_model("Qwen3-30B-A3B", 2048, 16)
