@@ -555,6 +555,28 @@ def test_without_git_the_error_says_what_to_do(sources: Path):
     assert "not a git repository" in done.stderr and "copy its build/ folder" in done.stderr
 
 
+def test_cuda_variant_is_named_after_the_toolkit_and_lists_its_architectures():
+    project = tool("local_build.project").load_project(ROOT)
+    name = project.variant("cuda", "13.0")
+    assert name == f"torch-stable-abi211-cu130-{platform.machine()}-linux"
+    metadata = tool("local_build.package").describe_variant(
+        project, tool("local_build.project").Identity("0", None, True), "cuda", "ops", {}
+    )
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0", "9.0a"]}
+    assert "kernel" not in metadata["provenance"]
+
+
+def test_a_committed_ops_file_is_refused(sources: Path):
+    (sources / "torch-ext" / "optimizer" / "_ops.py").write_text("")
+    with refused(r"_ops\.py exists: it is generated"):
+        tool("local_build.project").load_project(sources)
+
+
+def test_unknown_backend(sources: Path):
+    done = run_build(sources, "--backend", "metal")
+    assert done.returncode == 1 and "build.toml has cuda, cpu (or all)" in done.stderr
+
+
 def test_missing_checker_is_an_error_unless_asked_for(checkout: Path, tmp_path: Path):
     hidden = tmp_path / "hidden" / "kernel_abi_check"
     hidden.mkdir(parents=True)

@@ -289,6 +289,12 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
     assert changed == {"end_to_end of experts"}
 
 
+def test_a_row_at_the_edge_says_so(harness) -> None:
+    row = dataclasses.replace(training(harness, "muon"), lr_at_edge=True)
+    assert "at the edge of the sweep" in harness.cases.line(row)
+    assert "not timed" in harness.cases.line(harness.report.failed("gpt-124M/muon"))
+
+
 def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
     run, asked = harness.run, []
     monkeypatch.setattr(run, "measure_cases", lambda cases, *_, **__: asked.append(cases) or 0)

@@ -400,6 +400,16 @@ def test_orthogonalize_rows_are_by_the_clock(harness):
     assert "not timed" in entry.line(harness.report.failed("1x2x2/heavy"), found)
 
 
+def test_orthogonalize_summary_misses_no_heavy_row(harness):
+    entry, report = harness.orthogonalize, harness.report
+    heavy = [problem.case for problem in entry.listed() if problem.dtype == "float32"]
+    rows = [report.passed(case, measured(harness, ms=0.48)) for case in heavy]
+    rows.append(report.passed("1x2048x2048/heavy/bfloat16", measured(harness, ms=0.01)))
+    assert entry.summary(rows) == "heavy rows: 50.0% of the floor"
+    rows[0] = report.failed(heavy[0])
+    assert entry.summary(rows).endswith("50.0% of the floor, 1 of 11 missing")
+
+
 def test_rows_of_one_figure(harness, checkout):
     """communication.json: values with targets, met or missed, on a page and in a plot."""
     entry, plots, rate = harness.communication, harness.plots, "of a copy's rate"

@@ -55,6 +55,7 @@ def test_our_adapter_in_peft(opt, device, name: str, rslora: bool, tmp_path) -> 
     """Logits, and the gradients, which a file holds under PEFT's names if they are the factors."""
     model = attached(opt, device, name, use_rslora=rslora)
     opt.integrations.save_peft_adapter(model, tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["use_rslora"] == rslora
     loaded = peft.PeftModel.from_pretrained(build(name).to(device), tmp_path, is_trainable=True)
     (found, ours), (expected, theirs) = step(model), step(loaded)
     assert_error_at_most(found, expected, FP32)

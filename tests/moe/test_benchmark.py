@@ -517,6 +517,15 @@ def test_a_case_that_fails_does_not_end_the_command(entry, monkeypatch, capsys) 
     assert "RuntimeError: out of memory" in capsys.readouterr().out
 
 
+def test_baselines_of_the_cases(entry) -> None:
+    problem = entry.CASES["qwen3-moe-8l/8192/nf4/compile"]
+    assert problem.baseline == "transformers grouped_mm + bitsandbytes nf4 + PEFT, eager"
+    assert entry.CASES["qwen3-moe-8l/2048/frozen/eager"].baseline == (
+        "transformers grouped_mm, eager"
+    )
+    assert dict(problem.sizes)["num_experts"] == 128
+
+
 def test_without_bitsandbytes_nf4_is_said_not_to_run(entry, monkeypatch, capsys) -> None:
     monkeypatch.setattr(entry.importlib.util, "find_spec", lambda name: None)
     assert list(entry.rows(None, ["qwen3-moe-8l/2048/nf4/eager"])) == []

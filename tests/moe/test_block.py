@@ -339,6 +339,10 @@ def test_block_equals_its_definition(moe, block, x):
         assert_error_at_most(ours, theirs, 1e-11)
 
 
+def test_any_leading_shape(block, x):
+    assert_same_bits(block(x[:18].view(2, 9, HIDDEN)).view(18, HIDDEN), block(x[:18]))
+
+
 def test_without_shared_experts(moe, block, x):
     alone = moe.MoEBlock(block.router, block.experts)
     out = alone(x) + block.shared_experts(x)

@@ -272,6 +272,40 @@ def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
     assert_same_bits(layer.call(), base)
 
 
+def test_switching_between_adapters(moe, device, layer):
+    """An adapter on down alone leaves gate_up at its base."""
+    first = layer.call()
+    layer.expert_lora.set_adapter("other")
+    assert layer.expert_lora["gate_up"].active is None
+    assert layer.expert_lora["down"].active == "other"
+    assert relative_error(layer.call(), first) > 0.01
+    layer.expert_lora.set_adapter("default")
+    assert_same_bits(layer.call(), first)
+    with pytest.raises(ValueError, match="adapter 'missing' is unknown"):
+        layer.expert_lora.set_adapter("missing")
+    assert_same_bits(layer.call(), first)
+
+
+@pytest.mark.parametrize("keep_on", [None, "cpu"])
+def test_merged_layer(moe, device, layer, keep_on):
+    """The same output without LoRA's work, and the exact weights afterwards."""
+    base = {name: p.clone() for name, p in layer.named_parameters(recurse=False)}
+    expected = layer.call()
+    layer.merge(keep_on=keep_on)
+    assert layer.expert_lora.merged and layer.expert_lora.factors() is None
+    assert relative_error(layer.call(), expected) < 1e-6
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        layer.state_dict()
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        layer.expert_lora.set_adapter("other")
+    layer.unmerge()
+    for name, value in base.items():
+        assert_same_bits(layer.get_parameter(name), value)
+    assert_same_bits(layer.call(), expected)
+    with pytest.raises(ValueError, match="nothing is merged"):
+        layer.unmerge()
+
+
 def test_merge_and_unload(moe, device, layer):
     expected = layer.call()
     layer.merge_and_unload()

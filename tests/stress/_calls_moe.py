@@ -160,7 +160,8 @@ def group_top_k(package: Package, generator: random.Random) -> Made:
 
     def check(result: tuple[Tensor, Tensor]) -> None:
         index, weights = result
-        if any(len(set(row)) != asked["top_k"] for row in index.tolist()):
+        shape = (5, asked["top_k"])
+        if index.shape != shape or any(len(set(row)) != shape[1] for row in index.tolist()):
             raise DifferenceError(f"chose {index.tolist()}")
         wide = asked["router_logits"].double()
         scores = wide.sigmoid() if asked["score"] == "sigmoid" else wide.softmax(-1)

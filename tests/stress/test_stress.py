@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import _cases, _episode, _events, _meshes, _together, fuzz
+from . import _cases, _episode, _events, _meshes, _together, fuzz, soak
 from ._arguments import Call
 from ._calls import CALLS, Package
 from ._problem import DifferenceError
@@ -259,3 +259,25 @@ def test_the_report_says_what_was_found(tmp_path, capsys, found) -> None:
     written = json.loads((tmp_path / "soak.json").read_text())
     assert (written["seed"], written["counts"], written["hangs"]) == (7, {"step": 3}, 0)
     assert written["torch"] == torch.__version__ and len(written["findings"]) == found
+
+
+def test_steps_are_shared_out(monkeypatch) -> None:
+    """Nine tenths to one process; an episode that fails counts the steps that it took."""
+    asked = []
+
+    class Played:
+        def __init__(self, world: int) -> None:
+            self.world = world
+
+        def run(self, play: Any, seed: int, steps: int, limit: float) -> list[Any]:
+            asked.append((self.world, steps))
+            answer = {"steps": steps, "counts": {}, "difference": None, "happened": []}
+            return [("done", answer)] * self.world
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(soak, "Workers", Played)
+    report = soak.soak(1000, 0)
+    assert sum(n for world, n in asked if world == 1) == 900
+    assert sum(n for world, n in asked if world == 4) == 100
+    assert report.counts["steps of 4 ranks"] == 100 and not report.findings
