@@ -303,6 +303,23 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
         assert_same_bits(model.get_parameter(name), weights[name])
 
 
+@pytest.mark.parametrize("kind", ["ParamWrapper", "Linear"])
+def test_a_merge_that_runs_out_of_memory_takes_back_what_it_did(
+    opt, device, monkeypatch, kind
+) -> None:
+    model = attached(opt, build("qwen3_moe").to(device))
+    weights, adapted = {n: p.clone() for n, p in model.named_parameters()}, logits(model)
+    with monkeypatch.context() as patch:
+        calls = fail_at(patch, getattr(peft.tuners.lora.layer, kind), "merge", 2, SHORT)
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.integrations.merge_lora(model)
+        assert len(calls) == 2
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter, weights[name])
+    assert_same_bits(logits(model), adapted)
+    opt.integrations.merge_lora(model)
+
+
 @PARTS_OF_A_MODEL
 @pytest.mark.parametrize("merged", [False, True])
 def test_detached_models_are_clean(opt, device, merged: bool, parts) -> None:

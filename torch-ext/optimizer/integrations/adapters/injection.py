@@ -369,9 +369,17 @@ def merge(model: nn.Module, *, keep_on: torch.device | str | None) -> None:
         work.append((layer, weight))
     if not work:
         raise ValueError("no adapter is active; attach_lora or set_lora first")
-    for layer, weight in work:
-        layer.weight_before_merge = weight.detach().to(keep_on or weight.device, copy=True)
-        layer.merge()
+    try:
+        for layer, weight in work:
+            layer.weight_before_merge = weight.detach().to(keep_on or weight.device, copy=True)
+            layer.merge()
+    except BaseException:
+        for layer, weight in work:
+            kept = vars(layer).pop("weight_before_merge", None)
+            if kept is not None:
+                layer.merged_adapters.clear()
+                weight.copy_(kept)
+        raise
 
 
 def _weight(name: str, layer: Any) -> Tensor:
