@@ -137,7 +137,8 @@ def _trainings(results: Results) -> str | None:
     first = rows[0]
     text = (
         f"After {first['steps']} steps, each optimizer at the best of {len(first['sweep'])} rates. "
-        "`MuonAdamW` has nanochat's groups and rates, the others one rate for all parameters."
+        "nanochat's and `MuonAdamW` have nanochat's groups and rates, the others one rate for all "
+        "parameters."
     )
     return "\n".join([*lines, "", text])
 

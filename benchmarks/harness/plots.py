@@ -120,9 +120,7 @@ def headlines(results: dict[str, dict]) -> str:
         f"[{name}]({page_of(RESULTS / HEADLINE_GPU / name).as_posix()})" for name in results
     )
     parts = ["\n".join(lines), f"{said} Every row: {pages}."]
-    # Lines of other optimizers alone would compare nothing.
-    trained = results.get("end_to_end", {"rows": ()})["rows"]
-    if any("curve" in row and row["case"] == "gpt-124M/muon" for row in trained):
+    if _has_our_training(results):
         plot = (RESULTS / HEADLINE_GPU / "end_to_end.svg").as_posix()
         parts.insert(
             0, f"![held-out loss over seconds of training, a line for each optimizer]({plot})"
@@ -131,9 +129,20 @@ def headlines(results: dict[str, dict]) -> str:
 
 
 def card(results: dict[str, dict]) -> str:
-    """The table for the Hub's page, which has none of README's files to link to."""
+    """The table for the Hub's page, which has none of README's files; the plot lies in `source`."""
     lines, said = _table(results)
-    return "\n".join([*lines, "", said]) if lines else EMPTY
+    parts = ["\n".join([*lines, "", said]) if lines else EMPTY]
+    if _has_our_training(results):
+        plot = f"raw/main/{(RESULTS / HEADLINE_GPU / 'end_to_end.svg').as_posix()}"
+        shown = f"![held-out loss over seconds of training]({{{{ source }}}}/{plot})"
+        parts.append(f"{{% if source %}}\n{shown}\n{{% endif %}}")
+    return "\n\n".join(parts)
+
+
+def _has_our_training(results: dict[str, dict]) -> bool:
+    """Whether the plot of trainings has a line of ours: others' alone would say nothing."""
+    rows = results.get("end_to_end", {"rows": ()})["rows"]
+    return any(row["case"] == comparison.OURS and "curve" in row for row in rows)
 
 
 def _headline(headline: Headline, result: dict | None) -> str | None:
