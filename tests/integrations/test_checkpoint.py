@@ -393,6 +393,21 @@ FAULTS = [
         "'experts.w': the loaded second_momentum_buffer holds -1.0; it must be at least 0",
     ),
     (lambda h, t: option(h, lr=float("nan")), "group 0: lr must be finite"),
+    (lambda h, t: option(h, momentum="much"), "group 0: momentum must be"),
+    (lambda h, t: h.pop("groups"), "groups must be a list, got None"),
+    (
+        lambda h, t: option(h, lr={"tensor": "group.0.lr"}),
+        r"groups\[0\].options.lr: {'tensor': 'group.0.lr'} is no value",
+    ),
+    (
+        lambda h, t: t["state.1.1.step"].fill_(torch.inf),
+        "'bias': the loaded step holds inf; it must",
+    ),
+    (
+        lambda h, t: t.update({"state.2.0.momentum_buffer": torch.zeros(2)}),
+        "tensor 'state.2.0.momentum_buffer' belongs to no parameter",
+    ),
+    (lambda h, t: t.update(x=torch.zeros(2)), "tensor 'x' belongs to no"),
     (lambda h, t: t.update({"state.a.0.b": torch.zeros(2)}), "belongs to no"),
 ]
 

@@ -293,6 +293,21 @@ def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     assert written["of_bf16"] == {"value": 1.0512, "goal": 1.05, "met": False}
 
 
+def test_a_row_that_fails_costs_no_other(harness):
+    quant, report = harness.quant, harness.report
+
+    def broken():
+        yield report.failed("a"), "a"
+        raise MemoryError("no memory\nleft")
+
+    rows = list(quant.guarded(broken, ["a", "b", "c"]))
+    assert [row.case for row, _ in rows] == ["a", "b", "c"]
+    assert not any(row.ok for row, _ in rows)
+    assert "MemoryError: no memory left" in rows[1][1]
+    (_, (row, _)) = quant.guarded(broken, ["a"])
+    assert (row.case, row.variant) == ("a", "others")
+
+
 def test_traffic_is_that_of_two_products_per_layer(harness, monkeypatch):
     traffic = harness.nf4_traffic
     assert traffic.by_layer([120e3, 60e3, 8e3, 3e3]) == [180e3, 11e3]
