@@ -185,6 +185,15 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     assert mention_findings(tmp_path) == ["README.md: names docs/c.md, which does not exist"]
 
 
+def test_the_index_for_authors_has_every_page() -> None:
+    """Decisions are found by subject, not by the day they were taken on."""
+    folder = Path("docs/dev")
+    index = (ROOT / folder / "README.md").read_text()
+    names = [page.relative_to(folder).as_posix() for page in pages() if page.is_relative_to(folder)]
+    missing = [name for name in names if name != "README.md" and f"]({name})" not in index]
+    assert_none([f"docs/dev/README.md: has no link to {name}" for name in missing])
+
+
 def test_pages_for_users_are_short() -> None:
     """Tables that are drawn or generated have as many rows as they need."""
     generated = ("docs/benchmarks/", "docs/dev/")
