@@ -199,6 +199,14 @@ def test_wrong_options_are_refused(opt, saved, options, error, words):
         opt.integrations.load_quantized(saved("qwen3_moe"), **OPTIONS | options)
 
 
+def test_files_with_lora_beside_experts_of_16_bits(opt, tmp_path):
+    model = build("qwen3_moe")
+    opt.integrations.attach_lora(model, 3, 7)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"expert_lora.* has not; .* save_peft_adapter, detach"):
+        opt.integrations.load_quantized(tmp_path, **OPTIONS)
+
+
 def test_files_that_are_no_safetensors(opt, saved, tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors; .* save_pretrained"):

@@ -20,7 +20,16 @@ from torch.overrides import TorchFunctionMode
 from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
-from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, stacks, why_no_experts
+from .experts import (
+    ATTACHED,
+    DEQUANTIZE,
+    check_supported,
+    experts_modules,
+    pack,
+    put,
+    stacks,
+    why_no_experts,
+)
 from .hf_quantizer import attach_described, is_described
 from .model_files import TRUE, ModelFiles
 from .packed_files import PACKINGS, PackedFiles, Packing
@@ -409,7 +418,10 @@ class _Dense:
         for key in source.all_keys():
             if not self.names.ignored(source.name) and not self.names.ignored(key):
                 kind = type(self.model).__name__
-                raise ValueError(f"{self.files.source} has {key}, which {kind} has not")
+                remedy = ""
+                if f".{ATTACHED}." in key:
+                    remedy = "; save LoRA with save_peft_adapter, detach_lora, and save the model"
+                raise ValueError(f"{self.files.source} has {key}, which {kind} has not{remedy}")
         return False
 
     def set(self, name: str, value: Tensor) -> None:
