@@ -165,7 +165,7 @@ def test_what_may_give_another_value_is_asked_at_every_step(opt, submodule, devi
 )
 def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) -> None:
     with pytest.raises(ValueError, match=message):
-        call(submodule("optimizers.stages"))
+        call(submodule("optimizers.update_rules"))
 
 
 @pytest.mark.sees_defect("a bad chunk_size surfaces at the first step")

@@ -109,7 +109,7 @@ def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> 
 
 def test_what_no_kernel_takes_is_said_once(opt, submodule, device, caplog) -> None:
     """A rate from a function that returns a Tensor, beside a decay by the lr before it."""
-    submodule("optimizers.stages")._say_once.cache_clear()
+    submodule("optimizers.update_rules")._say_once.cache_clear()
     (param,) = parameters([(6, 4)], device=device)
     lr = torch.tensor(0.02, device=device)
     optimizer = opt.Muon([param], lr=lr, adjust_lr_fn=lambda rate, rows, columns: rate * rows)
@@ -196,7 +196,7 @@ def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> No
 @pytest.mark.sees_defect("stacks and copies back, 3 to 4 more passes over the parameters")
 def test_directions_are_written_to_their_places_in_the_batch(submodule, device, watch):
     """Nothing is made one by one and stacked afterwards."""
-    stage = submodule("optimizers.stages")
+    stage = submodule("optimizers.update_rules")
     outs = watch(stage, "momentum_kernel", lambda _, grads, buffers, out, **__: list(out))
     grads = [torch.full((2, 3), float(k), device=device) for k in range(4)]
     buffers = [torch.zeros(2, 3, device=device) for _ in range(4)]

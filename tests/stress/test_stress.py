@@ -223,7 +223,7 @@ def test_the_soak_sees_a_planted_defect(opt, name, monkeypatch) -> None:
 
 def test_a_wrong_step_is_seen_by_the_slow_one(opt, submodule, monkeypatch) -> None:
     """The run and its twin have the same defect."""
-    module = submodule("optimizers.stages")
+    module = submodule("optimizers.update_rules")
     original = module.factor_of
     monkeypatch.setattr(module, "factor_of", lambda *shape: 1.05 * original(*shape))
     assert any("farther from float64" in text for text in findings(opt))

@@ -37,7 +37,6 @@ from .sharded.exchange import Exchange
 from .sharded.matrices import check_statistics
 from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
 from .sharded.shared_plan import Ranks, Shared, in_turn, rates_of
-from .stages import Rate, adamw, momentum, rate_of, update
 from .state.in_host_memory import InHostMemory, OffloadingOptimizer
 from .state.slots import (
     RESIDUAL,
@@ -51,6 +50,7 @@ from .state.slots import (
     sharded_dims,
     slots_of,
 )
+from .update_rules import Rate, adamw, momentum, rate_of, update
 
 logger = logging.getLogger(__name__)
 

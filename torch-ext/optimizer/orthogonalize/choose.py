@@ -208,7 +208,7 @@ def predicted_ms(
     """Predicted milliseconds of `orthogonalize` on a batch of m x n matrices.
 
     The same number on every rank and in every run, whatever the machine is doing: a model of an
-    H200 for CUDA (see `cost.method_ms`), nominal rates elsewhere. Made for sharing out work.
+    H200 for CUDA (see `method_ms`), nominal rates elsewhere. Made for sharing out work.
 
     Args and Raises are those of `choose`; batch is the number of matrices.
     """

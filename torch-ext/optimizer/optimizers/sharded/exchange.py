@@ -24,8 +24,8 @@ from ..groups.blocks import kept_shape
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
 from ..plan import OnDevice
-from ..stages import Rate, apply_at_rate, even_out
 from ..state.slots import RESIDUAL, STATISTICS
+from ..update_rules import Rate, apply_at_rate, even_out
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk
 from .cuda_graphs import (

@@ -20,7 +20,7 @@ from ...kernels.step.tensor_lists import written
 from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.parameters import local
 from ..report import stage
-from ..stages import Rate, adamw_on
+from ..update_rules import Rate, adamw_on
 from .buffers import Block
 from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
 from .cuda_graphs import StepRun, places, places_of_numbers, while_alive

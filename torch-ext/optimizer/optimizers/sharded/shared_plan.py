@@ -37,9 +37,9 @@ from ..groups.blocks import Blocks
 from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.parameters import has_component, is_dtensor
 from ..plan import OnDevice
-from ..stages import Rate, rate_of
 from ..state.in_host_memory import InHostMemory
 from ..state.slots import Slot, check_rounding
+from ..update_rules import Rate, rate_of
 from .buffers import DistributedConfig, Staging
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, parts_of
 from .consistency import Common, Consistency, check_not_captured, compare_replicas
