@@ -620,3 +620,17 @@ def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
     assert sum("mlp.gate.modules_to_save" in name for name in trained(model)) == 2
     train(model)
     assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
+
+
+def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, device, tmp_path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    config.rank_pattern = {"(q_proj|v_proj)": 3}
+    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), peft_config=config)
+    set_random_lora(model)
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    base = build("qwen3_moe").to(device)
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained.*use_in_transformers"):
+        opt.integrations.load_peft_adapter(base, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    opt.integrations.use_in_transformers(loaded)
+    assert_same_bits(logits(loaded), logits(model))

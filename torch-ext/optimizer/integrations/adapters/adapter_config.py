@@ -139,7 +139,10 @@ def _compiled(pattern: str, key: str, file: Path | str, remedy: str) -> re.Patte
     """A pattern as PEFT matches it; ValueError where it has groups, alternatives or counts."""
 
     def refused(why: str) -> ValueError:
-        return ValueError(f"{file}: {key!r} has {pattern!r:.99}, {why}; write {remedy}")
+        return ValueError(
+            f"{file}: {key!r} has {pattern!r:.99}, {why}; write {remedy}, or load a file that you "
+            "trust with peft.PeftModel.from_pretrained and call use_in_transformers"
+        )
 
     if len(pattern) > LENGTH:
         raise refused(f"which is longer than {LENGTH} characters")
