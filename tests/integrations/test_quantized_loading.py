@@ -211,6 +211,10 @@ def test_files_that_are_no_safetensors(opt, saved, tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors; .* save_pretrained"):
         opt.integrations.load_quantized(tmp_path)
+    for absent in (str(tmp_path / "absent"), "nobody/nothing"):  # of which nothing is known
+        with pytest.raises(FileNotFoundError, match=r"no folder here|cache") as missing:
+            opt.integrations.load_quantized(absent, local_files_only=True)
+        assert "safetensors" not in str(missing.value)
 
 
 def test_names_and_shapes_that_do_not_fit_are_named(load, saved, tmp_path):

@@ -20,6 +20,10 @@ SINGLE = "model.safetensors"
 TRUE = ("1", "TRUE", "YES", "ON")  # of a variable of the environment
 
 
+class MissingFileError(FileNotFoundError):
+    """A checkpoint or a repository is there and lacks a file."""
+
+
 def hub_file(source: str, name: str, revision: str | None, local_files_only: bool) -> Path:
     """A file of a repository on the Hub, downloaded if it has to be, or FileNotFoundError."""
     from huggingface_hub import hf_hub_download
@@ -29,7 +33,7 @@ def hub_file(source: str, name: str, revision: str | None, local_files_only: boo
     try:
         return Path(hf_hub_download(source, name, revision=revision, local_files_only=offline))
     except RemoteEntryNotFoundError as error:  # no OSError, unlike its local counterpart
-        raise FileNotFoundError(f"{source} has no {name} on the Hub") from error
+        raise MissingFileError(f"{source} has no {name} on the Hub") from error
     except HFValidationError as error:
         raise FileNotFoundError(
             f"{source!r} is no folder here, and no id of the Hub, which is 'owner/name'"
@@ -69,7 +73,7 @@ class ModelFiles:
         """A file of the checkpoint, downloaded if it has to be."""
         if self.folder is not None:
             if not (self.folder / name).is_file():
-                raise FileNotFoundError(f"{self.folder} has no {name}")
+                raise MissingFileError(f"{self.folder} has no {name}")
             return self.folder / name
         return hub_file(self.source, name, self.revision, self.local_files_only)
 
@@ -97,7 +101,7 @@ class ModelFiles:
             return self._weight_map(self.path(INDEX))
         try:
             return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-        except FileNotFoundError as error:
+        except MissingFileError as error:
             raise FileNotFoundError(
                 f"{error}; only safetensors are read: load another kind of file with "
                 "from_pretrained, and save_pretrained the model"
