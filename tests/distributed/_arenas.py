@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
+import random
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +106,62 @@ class Direct:
     def __exit__(self, *error: object) -> None:
         self.transport.memory, self.transport.settle, self.engine.exchange = self.originals
         self.team.GroupTransport = self.transport
+
+
+class Later:
+    """On CPUs every arena exchanges on a thread meanwhile, as it does on a stream on GPUs.
+
+    Nobody waits for another rank before he must, and some exchanges are late, so that what is read
+    or written too early shows in the bits.
+    """
+
+    def __init__(self, opt: Any, seed: int) -> None:
+        module = module_of(opt, "distributed.symmetric.arena")
+        self.arena, self.done = module.Arena, module.Done
+        self.dice = random.Random(seed + distributed.get_rank())
+
+    def __enter__(self) -> None:
+        arena, dice = self.arena, self.dice
+        names = "exchange", "order", "note_status", "late_rank"
+        self.kept = [(arena, name, getattr(arena, name)) for name in names]
+        self.kept.append((self.done, "wait", self.done.wait))
+        self.threads = threads = {}
+
+        def on_thread(one: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+            if one not in threads:
+                threads[one], one._seen = ThreadPoolExecutor(1), one._status.clone()
+            return threads[one].submit(call, *arguments)
+
+        @torch.no_grad()
+        def run(one: Any, pause: float, arguments: tuple[Any, ...]) -> None:
+            time.sleep(pause)
+            one._exchange(*arguments)
+
+        def exchange(one: Any, targets, sources, own, arriving, timed=None) -> Any:
+            one.launched += 1
+            given = [*targets], [*sources], own, arriving, timed
+            pause = dice.choice((0, 0, 0.003))
+            return self.done(on_thread(one, run, copy.copy(one), pause, given))
+
+        def note_status(one: Any) -> None:
+            one._noted = on_thread(one, lambda: one._seen.copy_(one._status))
+
+        def late_rank(one: Any) -> int | None:
+            if one._noted is None:
+                one.note_status()
+            noted, one._noted = one._noted, None
+            noted.result()
+            return one.noted_late_rank()
+
+        arena.exchange, arena.note_status, arena.late_rank = exchange, note_status, late_rank
+        arena.order = lambda one: on_thread(one, int).result()
+        self.done.wait = lambda done: done.event and done.event.result()
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, method in self.kept:
+            setattr(owner, name, method)
+        for thread in self.threads.values():
+            thread.shutdown()
 
 
 class Staged:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ._arenas import Direct
+from ._arenas import Direct, Later
 from ._cases import bits
 from ._ranks import same_everywhere
 from .test_sharing import message_of, module_of
@@ -203,6 +203,20 @@ def at_random(opt: Any, seed: int) -> int:
         results.append([bits(param) for param in params])
     assert results[0] == results[1]
     return begun
+
+
+def unequally_many(opt: Any, pushed: int, silent: tuple[int, ...]) -> dict[str, int]:
+    with Later(opt, pushed):
+        return trained(opt, 1, 1, True, pushed, silent)
+
+
+@pytest.mark.parametrize(("count", "pushed"), [(2, 0), (2, 2**40), (3, 0)])
+def test_some_ranks_send_in_the_step(ranks, device, count, pushed) -> None:
+    """What others have begun in backward waits for them, and no rank waits in backward."""
+    if device.type != "cpu":
+        pytest.skip("streams do it there: test_symm.py")
+    for rank, found in enumerate(ranks(count).run(unequally_many, pushed, (1,))):
+        assert (found.get("begun", 0) > 4) == (rank != 1)
 
 
 @pytest.mark.parametrize("count", [2, 3])
