@@ -239,7 +239,7 @@ def test_a_static_libstdcxx_is_not_linked(checkout: Path, tmp_path: Path):
     cxx = tmp_path / "g++"
     cxx.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     cxx.chmod(0o755)
-    tools = dataclasses.replace(toolchain.find_toolchain("cpu", None, None), cxx=str(cxx))
+    tools = dataclasses.replace(toolchain.find_toolchain("cpu", None), cxx=str(cxx))
     cache = compilation.object_folder("cpu")
     objects = [path.relative_to(checkout) for path in sorted((checkout / cache).glob("*.o"))]
     assert len(objects) == OBJECTS
@@ -643,7 +643,7 @@ def planted(tmp_path: Path) -> Path:
 def test_each_check_can_fail(planted: Path):
     audit = tool("local_build.audit")
     assert audit.check_manylinux(planted) == ["manylinux_2_28: too_new@GLIBCXX_3.4.99"]
-    with refused("") as caught:
+    with refused("libforeign.so") as caught:
         audit.audit_library(planted, ROOT, tool("local_build.toolchain").find_torch())
     message = str(caught.value)
     for finding in (
