@@ -124,18 +124,22 @@ def wrong_calls(opt: Any) -> list[str]:
         lambda: module.all_gather_lc(torch.zeros((3, 4), device=device).t(), x, group),
         lambda: module.all_gather_lc(torch.zeros((4, 3), device=device), x, group, 2),
         lambda: module.reduce_scatter_lc(x, torch.zeros((4, 3), device=device), "max", group),
+        lambda: module.all_gather_lc([x, x], x, group),
+        lambda: module.all_gather_lc(torch.zeros((3, 3), device=device), x, None),
     ]
     with Shared(opt):
         return [*map(message_of, calls)]
 
 
 def test_wrong_arguments_are_named(ranks) -> None:
-    shape, dtype, strides, dim, op = ranks(2).run(wrong_calls)[0]
+    shape, dtype, strides, dim, op, kind, all_ranks = ranks(2).run(wrong_calls)[0]
     assert shape.startswith("ValueError: of 2 ranks' parts of shape (2, 3) along dimension 0")
     assert dtype.startswith("TypeError: out and inp must be of one floating-point dtype")
     assert strides.startswith("ValueError: out and inp must be contiguous")
     assert dim == "ValueError: dim must be a dimension of (2, 3), got 2"
     assert op == "ValueError: op must be one of 'sum', 'avg', got 'max'"
+    assert kind == "TypeError: out must be a tensor, got list"
+    assert all_ranks == shape  # None is the group of all of them
 
 
 def unavailable(opt: Any) -> str:
@@ -290,7 +294,7 @@ def test_groups_of_one_name_share_nothing(opt, monkeypatch) -> None:
     monkeypatch.setattr(module, "LowContention", Memory)
     first, second = Group(), Group()
     for group in (first, first, second):
-        module._of(group, torch.zeros(4))
+        module._of(group, "out", torch.zeros(4))
     assert made == [first, second]
     made.clear()
     gone = weakref.ref(first)

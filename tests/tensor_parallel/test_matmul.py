@@ -252,9 +252,13 @@ def test_inductor_takes_a_transposed_tensor_of_one_rank(opt) -> None:
 
 
 @on_ranks(2)
-def test_no_rows_and_one_column(opt) -> None:
-    """No rows, and one column."""
+def test_no_rows_no_depth_and_one_column(opt) -> None:
+    """No rows, sums of nothing, and one column."""
     tp = opt.tensor_parallel
+    (found,) = tp.all_gather_matmul(torch.ones(3, 0), [torch.ones(0, 2)], 0)
+    assert torch.equal(found, torch.zeros(6, 2))
+    found = tp.matmul_reduce_scatter(torch.ones(2, 3, 0), torch.ones(0, 2), "sum", 0)
+    assert torch.equal(found, torch.zeros(1, 3, 2))
     for scaling in _cases.SCALINGS:
         x = torch.randn(0, 8, requires_grad=True)
         w = torch.randn(8, 1, requires_grad=True)
@@ -324,6 +328,13 @@ REFUSED = [
         ValueError,
         "rowwise_replicated",
         lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES, mode="rowwise_sharded", dim=1),
+    ),
+    (
+        TypeError,
+        "b_scales must be a sequence of tensors, one per matrix, got NoneType",
+        lambda tp: tp.all_gather_scaled_matmul(
+            _8(X), [_8(W.T).T], ONE, None, 0, scale_mode="tensorwise"
+        ),
     ),
     (TypeError, "b must be a tensor", lambda tp: tp.all_gather_matmul(X, [3], 0)),
     (TypeError, "b must be a tensor", lambda tp: tp.matmul_reduce_scatter(X, 3, "sum", 0)),

@@ -77,10 +77,10 @@ def test_two_buffers_are_what_a_slow_reader_needs(pipelined, arenas, monkeypatch
     monkeypatch.setattr(pipelined, "BUFFERS", buffers)
     product = pipelined.progress_matmul
 
-    def slow(a, b, words, rank, *, epoch, timeout_ms, status, blocks):
+    def slow(a, b, words, rank, *, epoch, timeout_ms, status, out, blocks):
         pipelined.wait_signals(words, epoch, timeout_ms, status)
         time.sleep(0.05 * (rank == 1))
-        return product(a, b, words, rank, epoch=epoch, status=status)
+        return product(a, b, words, rank, epoch=epoch, status=status, out=out)
 
     monkeypatch.setattr(pipelined, "progress_matmul", slow)
     wrong = wrong_calls(feeders(pipelined, arenas, 2), 10)

@@ -82,6 +82,8 @@ def test_zeros_nan_empty_and_refused(opt) -> None:
         sharded(torch.zeros(4, 4), schedule="ring")
     with pytest.raises(ValueError, match="rows must have one entry per rank"):
         sharded(torch.zeros(4, 4), rows=[4])
+    with pytest.raises(TypeError, match="rows must be a sequence of integers or None, got 4"):
+        sharded(torch.zeros(4, 4), rows=4)
     with pytest.raises(ValueError, match="rows of one matrix"):
         sharded(torch.zeros(2, 4, 4))
     with pytest.raises(TypeError, match="floating-point"):

@@ -191,7 +191,10 @@ def all_gather_scaled_matmul(
         ValueError: Shapes, strides, devices, scales or options do not fit.
         CommUnavailable: strict, with the reason.
     """
-    bs, b_scales = _matrices(bs), list(b_scales)
+    bs = _matrices(bs)
+    if not isinstance(b_scales, Sequence):
+        kind = type(b_scales).__name__
+        raise TypeError(f"b_scales must be a sequence of tensors, one per matrix, got {kind}")
     if scale_mode not in SCALINGS[1:]:
         raise ValueError(f"scale_mode must be one of {SCALINGS[1:]}, got {scale_mode!r}")
     if len(b_scales) != len(bs):
@@ -434,7 +437,8 @@ class _Layout:
 
     def rows(self, x: Tensor) -> Tensor:
         """x (..., K) as a matrix, with the dimension in front of the other leading ones."""
-        return (x if self.last else x.movedim(self.dim, 0)).reshape(-1, x.shape[-1])
+        x = x if self.last else x.movedim(self.dim, 0)
+        return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # not -1, which no K of 0 allows
 
     def restored(self, out: Tensor) -> Tensor:
         """A result (rows, N) as (..., N)."""

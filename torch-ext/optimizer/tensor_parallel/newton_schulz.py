@@ -186,6 +186,8 @@ def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> 
         return [m for m, _ in shapes]
     if rows is None:
         return [x.shape[0]]
+    if not isinstance(rows, Sequence):
+        raise TypeError(f"rows must be a sequence of integers or None, got {rows!r}")
     if len(rows) != ranks.world or rows[ranks.rank] != x.shape[0]:
         raise ValueError(
             f"rows must have one entry per rank, {ranks.world}, with {x.shape[0]} for this one "

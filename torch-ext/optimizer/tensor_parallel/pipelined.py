@@ -144,6 +144,7 @@ class PipelinedAllGatherMatmul:
         """Rows travel on the stream of this object, and the product is on the current one."""
         check_not_captured()
         current = torch.cuda.current_stream()
+        out = a_shard.new_empty((self._buffers[0][self.rank].shape[0], b.shape[1]))
         self._last.wait()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -151,7 +152,7 @@ class PipelinedAllGatherMatmul:
             begun = Done.on(self._stream)
             self._send(a_shard)
         begun.wait()  # the product may fill the device, and nothing that sends may be behind it
-        out = self._multiply(a_shard, b)
+        self._multiply(a_shard, b, out)
         current.wait_stream(self._stream)  # which reads a_shard
         self._last = Done.on(current)
         return out
@@ -173,7 +174,7 @@ class PipelinedAllGatherMatmul:
             read += [a_shard, self._sent]
         push(written, read)
 
-    def _multiply(self, a_shard: Tensor, b: Tensor) -> Tensor:
+    def _multiply(self, a_shard: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         gathered, epoch = self._buffers[self.calls % BUFFERS][self.rank], self.calls % EPOCHS
         push([gathered[self._part]], [a_shard])
         stream_write_value32(self._words, self.rank, epoch)
@@ -185,6 +186,7 @@ class PipelinedAllGatherMatmul:
             epoch=epoch,
             timeout_ms=self._arena.timeout_ms,
             status=self._status,
+            out=out,
             blocks=self._blocks,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..transport import GroupTransport
 from ..unavailable import CommUnavailable
@@ -41,7 +41,7 @@ def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending
             contiguous, written by `wait()` of the result, or by a call before that which needs
             more memory.
         inp: contiguous, on a CUDA device; unchanged until `wait()`.
-        group: a process group of ranks on one host.
+        group: a process group of ranks on one host; None for all ranks.
         dim: the dimension.
 
     Returns:
@@ -55,7 +55,7 @@ def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending
             may learn of it at different calls; the next call makes the memory anew, with all of
             them. Or: a CUDA graph is captured.
     """
-    return _of(group, out).all_gather(out, inp, dim)
+    return _of(group, "out", out).all_gather(out, inp, dim)
 
 
 def reduce_scatter_lc(out: Tensor, inp: Tensor, op: str, group: Any, dim: int = 0) -> Pending:
@@ -70,11 +70,14 @@ def reduce_scatter_lc(out: Tensor, inp: Tensor, op: str, group: Any, dim: int = 
 
     Returns, Raises: as of `all_gather_lc`.
     """
-    return _of(group, inp).reduce_scatter(out, inp, op, dim)
+    return _of(group, "inp", inp).reduce_scatter(out, inp, op, dim)
 
 
-def _of(group: Any, whole: Tensor) -> LowContention:
+def _of(group: Any, name: str, whole: object) -> LowContention:
     """The memory of a group for a tensor, made or made larger by all ranks together."""
+    if not isinstance(whole, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(whole).__name__}")
+    group = distributed.group.WORLD if group is None else group
     if whole.device.type == "cuda":
         check_not_captured()
     kept, size = _KEPT.setdefault(group, {}), whole.numel() * whole.element_size()
