@@ -214,7 +214,7 @@ def unequally_many(opt: Any, pushed: int, silent: tuple[int, ...]) -> dict[str, 
 def test_some_ranks_send_in_the_step(ranks, device, count, pushed) -> None:
     """What others have begun in backward waits for them, and no rank waits in backward."""
     if device.type != "cpu":
-        pytest.skip("streams do it there: test_symm.py")
+        pytest.skip("threads stand for streams here; test_symm.py runs this on the streams of GPUs")
     for rank, found in enumerate(ranks(count).run(unequally_many, pushed, (1,))):
         assert (found.get("begun", 0) > 4) == (rank != 1)
 
