@@ -303,14 +303,24 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
         assert_same_bits(model.get_parameter(name), weights[name])
 
 
-@pytest.mark.parametrize("kind", ["ParamWrapper", "Linear"])
+@pytest.mark.parametrize("kind", ["ParamWrapper", "Linear", "LoraProjection"])
 def test_a_merge_that_runs_out_of_memory_takes_back_what_it_did(
-    opt, device, monkeypatch, kind
+    opt, device, submodule, monkeypatch, kind
 ) -> None:
-    model = attached(opt, build("qwen3_moe").to(device))
+    """Also of the weight that the failing call has written already."""
+    ours = kind == "LoraProjection"
+    model = attached(opt, build("qwen3_moe").to(device), "experts" if ours else "all")
     weights, adapted = {n: p.clone() for n, p in model.named_parameters()}, logits(model)
+    layer = getattr(submodule("moe.lora") if ours else peft.tuners.lora.layer, kind)
+    merge, calls = layer.merge, []
+
+    def short(*arguments, **options) -> None:
+        calls.append(merge(*arguments, **options))
+        if len(calls) == 2:
+            raise SHORT
+
     with monkeypatch.context() as patch:
-        calls = fail_at(patch, getattr(peft.tuners.lora.layer, kind), "merge", 2, SHORT)
+        patch.setattr(layer, "merge", short)
         with pytest.raises(torch.OutOfMemoryError):
             opt.integrations.merge_lora(model)
         assert len(calls) == 2

@@ -385,14 +385,20 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
         raise ValueError("no adapter is active; attach_lora or set_lora first")
     for projection, weight, layout in work:
         projection.check_mergeable(weight, layout, _factors(projection))
-    for projection, weight, layout in work:
-        projection.merge(
-            local(weight),
-            layout,
-            keep_on=keep_on,
-            factors=_factors(projection),
-            pieces=pieces(weight),
-        )
+    try:
+        for projection, weight, layout in work:
+            projection.merge(
+                local(weight),
+                layout,
+                keep_on=keep_on,
+                factors=_factors(projection),
+                pieces=pieces(weight),
+            )
+    except BaseException:  # the memory may be too short half-way
+        for projection, weight, _ in work:
+            if projection.merged:
+                projection.unmerge(local(weight))
+        raise
 
 
 def unmerge_lora(model: nn.Module) -> None:
