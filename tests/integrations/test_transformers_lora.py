@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -15,6 +17,7 @@ from .._compare import (
     relative_error,
 )
 from ._models import (
+    DISTINCT,
     FP32,
     OPTIONS,
     STACKS,
@@ -208,6 +211,45 @@ def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkey
         assert all(parameter.requires_grad for parameter in model.parameters())
         assert not any(module._forward_pre_hooks for module in experts_of(model))
         calls.clear()
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_lora_over_16_bits_comes_back_from_the_files(opt, device, name, tmp_path) -> None:
+    """from_pretrained would pass over the factors with a warning; a trainer gathers the tensors."""
+    model = attached(opt, device, name, target_parameters=["down_proj"], use_rslora=True)
+    opt.integrations.attach_lora(model, r=2, lora_alpha=4, adapter_name="second")
+    opt.integrations.set_lora(model, "second", trainable=True)
+    set_random_lora(model)
+    model = model.bfloat16()
+    kept = {n: p.float() if ".expert_lora." in n else p for n, p in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "own")
+    model.save_pretrained(tmp_path / "given", state_dict=dict(kept))
+    for folder, wanted in (("own", model.state_dict()), ("given", kept)):
+        loaded = type(model).from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        assert trained(loaded) == trained(model)
+        for key, tensor in loaded.state_dict().items():
+            assert_same_bits(tensor.to(device), wanted[key].to(tensor.dtype))
+        assert loaded.state_dict().keys() == wanted.keys()
+        assert getattr(loaded, "hf_quantizer", None) is None and not loaded.is_quantized
+        loaded.save_pretrained(tmp_path / "again")
+        assert "second" in (tmp_path / "again" / "config.json").read_text()
+    opt.integrations.detach_lora(model)
+    model.save_pretrained(tmp_path / "base")
+    assert "quant" not in (tmp_path / "base" / "config.json").read_text()
+
+
+def test_lora_beside_another_quantizer_is_not_lost(opt, device, tmp_path) -> None:
+    """Its files have no place for our factors; without them it saves as before."""
+    model = build("qwen3_moe").to(device)
+    other = mock.Mock(**{"get_state_dict_and_metadata.return_value": (None, {})})
+    model.hf_quantizer = other
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    opt.integrations.attach_lora(model, 3, 7)
+    with pytest.raises(ValueError, match=r"beside its experts.*save_peft_adapter"):
+        model.save_pretrained(tmp_path)
+    opt.integrations.detach_lora(model)
+    model.save_pretrained(tmp_path)
+    assert other.get_state_dict_and_metadata.called
 
 
 def test_what_has_no_4_bits_is_left_alone(opt, device) -> None:

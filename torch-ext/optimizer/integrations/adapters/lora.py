@@ -30,6 +30,7 @@ from ..models.experts import (
     projections,
     why_no_experts,
 )
+from ..models.hf_quantizer import mark
 from ..models.quantize_in_memory import check_quantizable, quantize_experts
 from ..models.transformers import use_in_transformers
 from ..sharded_models import fully_sharded, reshard
@@ -306,6 +307,7 @@ def set_lora(model: nn.Module, adapter_name: str | None, *, trainable: bool = Fa
         injection.set_adapter(model, adapter_name)
     for _, entry in entries:
         entry.set_adapter(adapter_name if adapter_name in entry.adapters else None)
+    mark(model)
     if trainable and adapter_name is not None:
         train_adapter(model, adapter_name)
 
@@ -432,6 +434,7 @@ def detach_lora(model: nn.Module) -> nn.Module:
         hooks = experts._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _refuse_other_implementations]:
             del hooks[key]
+    mark(model)
     return model
 
 

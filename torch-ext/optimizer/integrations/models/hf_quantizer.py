@@ -1,7 +1,9 @@
-"""What transformers asks about a model whose experts are in 4 bits: how it is saved and loaded.
+"""What transformers asks about experts in 4 bits, or with our LoRA: how they are saved and loaded.
 
 `save_pretrained`, and with it Trainer and `push_to_hub`, asks `model.hf_quantizer` for the tensors;
 `from_pretrained` asks the quantizer that config.json names. Both are transformers' own interfaces.
+Over 16-bit experts config.json alone names the quantizer, which attaches the adapters again: the
+tensors are those of `model.state_dict()`, or of the `state_dict` that a trainer has gathered.
 In the file the packed bytes have the name that the 16-bit stack had: where this package is not
 loaded, `from_pretrained` finds another shape there and raises; it would draw the experts at random
 if it missed the name.
@@ -26,24 +28,38 @@ METHOD = "quantized_experts"  # config.json's quantization_config.quant_method
 
 
 def is_described(config: Any) -> bool:
-    """Whether a model's configuration says that its experts are in 4 bits of ours."""
+    """Whether a model's configuration says what its experts are in, or what LoRA is on them."""
     own = getattr(config, "quantization_config", None)
     method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", "")
     return method == METHOD
 
 
 def mark(model: nn.Module) -> None:
-    """Give every transformers model in `model` that holds 4-bit experts its quantizer."""
+    """Let every transformers model in `model` be saved with its 4-bit experts and its adapters."""
     from transformers import PreTrainedModel
 
     quantizer, config = _classes()
+    described = set()
     for inner in model.modules():
         if not isinstance(inner, PreTrainedModel):
             continue
-        other = getattr(inner, "hf_quantizer", None)
-        packed = (isinstance(e._modules.get(t), QuantizedExperts) for _, e, t in stacks(inner))
-        if not isinstance(other, quantizer) and any(packed):
+        other, lora = getattr(inner, "hf_quantizer", None), _adapters(inner)
+        if isinstance(other, quantizer):
+            continue
+        first = id(inner.config) not in described  # which a whole model and its parts share
+        described.add(id(inner.config))
+        if _is_packed(inner) or (lora is not None and other is not None):
             inner.hf_quantizer = quantizer(config({}), other=other)
+        elif other is None and first:
+            if lora is not None:
+                inner.config.quantization_config = config({}, lora)
+            elif is_described(inner.config):
+                del inner.config.quantization_config
+
+
+def _is_packed(model: nn.Module) -> bool:
+    """Whether some experts are in 4 bits of ours."""
+    return any(isinstance(e._modules.get(t), QuantizedExperts) for _, e, t in stacks(model))
 
 
 def register() -> None:
@@ -71,9 +87,14 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """What `restore` needs to know before it has seen a tensor."""
+    experts = {name: module._modules[target].options() for name, module, target in stacks(model)}
+    return {"experts": experts, "lora": _adapters(model)}
+
+
+def _adapters(model: nn.Module) -> dict[str, Any] | None:
+    """Our LoRA on a model's experts, as `attach_described` takes it; None without any."""
     from ..adapters.lora import active_adapter, attached_modules
 
-    experts = {name: module._modules[target].options() for name, module, target in stacks(model)}
     options = {
         name: {
             target: {adapter: dataclasses.asdict(o) for adapter, o in adapters.items()}
@@ -81,16 +102,15 @@ def describe(model: nn.Module) -> dict[str, Any]:
         }
         for name, attached in attached_modules(model).items()
     }
-    lora = {"active": active_adapter(model), "options": options} if options else None
-    return {"experts": experts, "lora": lora}
+    return {"active": active_adapter(model), "options": options} if options else None
 
 
 def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | None) -> None:
-    """Put empty 4-bit stacks, and adapters, in the place of an empty model's experts."""
+    """Put empty 4-bit stacks, where there are any, and adapters into an empty model's experts."""
     places = {name: (module, target) for name, module, target in stacks(model)}
     known = places.__contains__
     wanted = {spelling(model, name, known): options for name, options in experts.items()}
-    if wanted.keys() != places.keys():
+    if experts and wanted.keys() != places.keys():
         own, other = sorted(places.keys() - wanted.keys()), sorted(wanted.keys() - places.keys())
         raise ValueError(
             f"the checkpoint has other 4-bit experts than {type(model).__name__}: it lacks "
@@ -125,8 +145,8 @@ def check_model(model: nn.Module) -> None:
     other = getattr(model.config, "quantization_config", None)
     if other is not None and not is_described(model.config):
         raise ValueError(
-            f"model ({kind}) is quantised by {other} beside its experts, which load_quantized "
-            "cannot read; load it with load_quantized and save that"
+            f"model ({kind}) is quantised by {other} beside its experts, and no file holds both; "
+            "save LoRA with save_peft_adapter, or load the model with load_quantized and save that"
         )
     for name, experts, target in stacks(model):
         if not isinstance(experts._modules.get(target), QuantizedExperts):
@@ -199,6 +219,8 @@ def _classes() -> tuple[type, type]:
         def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
             if getattr(model, "_hf_peft_config_loaded", False):
                 return None, {}  # the adapter alone is written
+            if self.other is not None and not _is_packed(model) and _adapters(model) is None:
+                return self.other.get_state_dict_and_metadata(model)
             check_model(model)
             model._weight_conversions = []  # the file has the model's own names
             self.quantization_config = ExpertsConfig(**describe(model))
@@ -207,7 +229,7 @@ def _classes() -> tuple[type, type]:
 
         def validate_environment(self, device_map: Any = None, **_: Any) -> None:
             devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
-            if len(devices) > 1:
+            if self.quantization_config.experts and len(devices) > 1:
                 raise ValueError(
                     f"device_map spreads the model over {sorted(devices)}; quantised experts need "
                     "one device per rank: name one, and start one process per GPU"
@@ -216,25 +238,28 @@ def _classes() -> tuple[type, type]:
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             restore(model, self.quantization_config.experts, self.quantization_config.lora)
 
-        def update_weight_conversions(self, _: list, model: Any = None) -> list:
-            return [
-                WeightRenaming(f"{re.escape(name)}$", f"{name}.packed")
-                for name in self.quantization_config.experts
-            ]
+        def update_weight_conversions(self, conversions: list, model: Any = None) -> list:
+            experts = self.quantization_config.experts
+            renamed = [WeightRenaming(f"{re.escape(name)}$", f"{name}.packed") for name in experts]
+            return renamed or conversions
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
             from .transformers import use_in_transformers
 
-            for name, experts, target in stacks(model):
+            packed = list(stacks(model)) if self.quantization_config.experts else []
+            for name, experts, target in packed:
                 for part, tensor in experts._modules[target].named_parameters():
                     if not getattr(tensor, "_is_hf_initialized", False):
                         raise ValueError(f"the checkpoint lacks {name}.{part}")
                     tensor.requires_grad_(False)
+            if packed:
+                model.is_quantized = False  # it would keep half() and PEFT's input gradients away
+            else:
+                self.remove_quantization_config(model)  # and `mark` describes the adapters again
             if self.quantization_config.lora is not None:
                 from ..adapters.lora import set_lora
 
                 set_lora(model, self.quantization_config.lora["active"], trainable=True)
-            model.is_quantized = False  # it would keep half() and PEFT's input gradients away
             use_in_transformers(model)
 
     for made in (ExpertsQuantizer, ExpertsConfig):
