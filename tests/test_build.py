@@ -658,17 +658,6 @@ def test_each_check_can_fail(planted: Path):
         assert finding in message, f"{finding!r} is missing from:\n{message}"
 
 
-def test_a_clean_library_has_no_dynamic_findings(tmp_path: Path):
-    audit = tool("local_build.audit")
-    link(tmp_path, "libtorch.so", "void torch_delete_list(void) {}\n", "-Wl,-soname,libtorch.so")
-    code = "void torch_delete_list(void); void call(void) { torch_delete_list(); }\n"
-    dynamic = audit.read_dynamic(link(tmp_path, "good.so", code, f"-L{tmp_path}", "-ltorch"))
-    assert dynamic.needed == ("libtorch.so",) and set(dynamic.undefined) == {"torch_delete_list"}
-    assert audit.check_dynamic(dynamic) == []
-    known = {"2.11": frozenset({"torch_delete_list"})}
-    assert audit.check_undefined(dynamic.undefined, known) == []
-
-
 def test_declarations_are_found_in_torch_headers(tmp_path: Path):
     symbols = tool("local_build.shim_symbols")
     folder = tmp_path / "torch" / "csrc" / "stable" / "c"

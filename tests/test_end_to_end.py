@@ -15,7 +15,7 @@ import pytest
 
 from ._harness import COMMIT, HEAD
 from .static.project import write_files
-from .static.results import quoted_results, result_findings
+from .static.results import result_findings
 
 pytestmark = pytest.mark.static
 
@@ -249,27 +249,6 @@ def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
     broken = copy.deepcopy(result)
     change(broken)
     assert any(finding.startswith(f"e: {said}") for finding in result_findings("e", broken))
-
-
-def test_readme_and_plot(harness, written: Path) -> None:
-    root, plots = written.parents[3], harness.plots
-    assert len(plots.findings(root)) == 6  # three tables, two pages and a plot
-    plots.draw(root)
-    assert plots.findings(root) == []
-    page = (root / "docs/benchmarks" / "h200-end_to_end.md").read_text()
-    for text in (
-        "| `gpt-124M/muon` | 55 | 20 | 3 | 1.038 | 600 | 0.002 | 2.510 (2.500 to 2.520) |",
-        f"| `{MODEL_CASE}` | 40 | 30 | 51.2 | transformers grouped_mm + PEFT, eager, 80 ms | 2",
-        "| `first_use/layer` | 1.5 | 2 | not needed |",
-        "after 400 steps, 13.1 million tokens",
-    ):
-        assert text in page
-    assert quoted_results(page) == {Path("h200/end_to_end.json")}
-    assert "](benchmarks/results/h200/end_to_end.svg)" in (root / "README.md").read_text()
-    plot = written.with_suffix(".svg")
-    first = plot.read_bytes()
-    plots.draw(root)
-    assert plot.read_bytes() == first
 
 
 def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -> None:

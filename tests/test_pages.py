@@ -279,45 +279,6 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
 
 
 MODULES = {"checkpoint", "integrations", "layers", "moe", "muon", "tensor_parallel"}
-DOCUMENTED = '''
-from torch import Tensor
-
-
-class Base:
-    def step(self, closure=None) -> Tensor:
-        """Go on.
-
-        Args:
-            closure: computes the loss, with
-                gradients.
-            first, second (int): numbers.
-
-        It comes last.
-        """
-
-    def _own(self): ...
-
-
-class Thing(Base):
-    """A thing.
-
-        a formula
-
-    Args:
-        x: (T, H).
-
-    Raises:
-        ValueError, TypeError: x is wrong.
-
-    Source: arXiv 1.
-    """
-
-    def __init__(
-        self,
-        x: Tensor,  # (T, H)
-    ) -> None:
-        ...
-'''
 
 
 @pytest.fixture
@@ -334,27 +295,6 @@ def test_every_public_name_is_on_one_page(reference, module: str) -> None:
     ]
     public = set(tool("hub_card").read_all(path)) - MODULES
     assert sorted(listed) == sorted(public)
-
-
-def test_a_page_is_written_from_source(reference, tmp_path: Path) -> None:
-    package = tmp_path / reference.PACKAGE
-    (package / "inner").mkdir(parents=True)
-    (package / "__init__.py").write_text("from .inner import Thing\n")
-    (package / "inner/__init__.py").write_text("from .thing import Thing\n")
-    (package / "inner/thing.py").write_text(DOCUMENTED)
-    page = reference.Page("Things", "", ("Thing",), ("step",))
-    text = reference.render(page, reference.Sources(package))
-    for part in (
-        "# Things\n\n`opt` is what ",
-        "## Thing\n\n```\nopt.Thing(\n    x: Tensor,  # (T, H)\n)\n```\n\nA thing.",
-        "A thing.\n\n```\na formula\n```",
-        "**Args**\n\n- `x`: (T, H).",
-        "**Raises**\n\n- `ValueError`, `TypeError`: x is wrong.\n\nSource: arXiv 1.",
-        "## step\n\n```\n.step(closure=None) -> Tensor\n```\n\nGo on.",
-        "- `closure`: computes the loss, with gradients.\n- `first`, `second`: numbers.",
-        "numbers.\n\nIt comes last.",
-    ):
-        assert part in text, text
 
 
 def test_a_stale_page_and_a_left_one_are_found(reference, monkeypatch, tmp_path: Path) -> None:

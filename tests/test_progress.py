@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 from ._harness import COMMIT, HEAD
 from .static.project import write_files
@@ -313,101 +312,19 @@ def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) ->
         time.sleep(0.05)
 
 
-DION = """
-import torch
-
-class Muon(torch.optim.Optimizer):
-    def __init__(self, params, distributed_mesh=None, lr=0.01, mu=0.95, betas=(0.9, 0.95),
-                 weight_decay=0.01, epsilon=1e-8, nesterov=False, adjust_lr="spectral_norm",
-                 flatten=False, use_triton=False, newton_schulz_func=None):
-        assert adjust_lr == "rms_norm" and nesterov and use_triton
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, algorithm="muon"))
-        self.rates = {}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            assert group["algorithm"] in ("muon", "adamw")
-            kept = self.rates.setdefault(id(group), torch.zeros(()))
-            group["lr"] = kept.fill_(group["lr"])  # as its own steps do
-            for param in group["params"]:
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(param.grad * -group["lr"])
-"""
-
-NANOCHAT = """
-import torch
-from nanochat.common import COMPUTE_DTYPE
-
-class MuonAdamW(torch.optim.Optimizer):
-    def __init__(self, param_groups):
-        super().__init__(param_groups, defaults={})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            if group["kind"] == "muon":
-                torch.stack(group["params"])
-                assert {"momentum", "ns_steps", "beta2"} <= group.keys()
-            else:
-                assert {"betas", "eps"} <= group.keys()
-            for param in group["params"]:
-                param.sub_(group["lr"] * (param.grad + group["weight_decay"] * param))
-"""
-
-GRAM = """
-import torch
-
-class GramNewtonSchulz:
-    def __init__(self, ns_epsilon=1e-7, ns_use_kernels=True, ns_coefficients=None,
-                 use_gram_newton_schulz=True, gram_newton_schulz_reset_iterations=None):
-        pass
-
-    def __call__(self, X):
-        X /= X.norm(dim=(-2, -1), keepdim=True)
-        u, _, vh = torch.linalg.svd(X, full_matrices=False)
-        return u @ vh
-"""
-
-SCATTERMOE = """
-import torch
-
-def flatten_sort_count(expert_idxs, num_experts):
-    ids, slots = torch.sort(expert_idxs.flatten(), stable=True)
-    return ids, slots, ids.bincount(minlength=num_experts).cumsum(-1)
-
-def parallel_linear_lora(inputs, expert_weights, k, sorted_expert_idxs, sorted_scattered_idxs,
-                         expert_offsets, lora_A=None, lora_B=None, scaling=1.0, expert_biases=None,
-                         gates=None, grouped_in=False, grouped_out=False, use_fused_dX=False,
-                         use_fused_gather=False):
-    experts, rank = len(expert_weights), lora_A.shape[0] // len(expert_weights)
-    rows = inputs if grouped_in else inputs[sorted_scattered_idxs // k]
-    found = []
-    for e in range(experts):
-        mine = rows[sorted_expert_idxs == e]
-        low = mine @ lora_A[e * rank : (e + 1) * rank].mT
-        low = low @ lora_B[:, e * rank : (e + 1) * rank].mT
-        found.append(mine @ expert_weights[e] + scaling * low)
-    out = torch.cat(found)
-    if not grouped_out:
-        out = torch.zeros_like(out).index_copy(0, sorted_scattered_idxs, out)
-    if gates is not None:
-        out = (gates.unsqueeze(1) @ out.view(*gates.shape, -1)).squeeze(1)
-    return out
-"""
-
+# As far as each is imported, and no further.
 FILES = {
-    "dion": {"dion/__init__.py": DION},
+    "dion": {"dion/__init__.py": "Muon = None"},
     "nanochat": {
         "nanochat/__init__.py": "",
-        "nanochat/common.py": "COMPUTE_DTYPE = 'bfloat16'",
-        "nanochat/optim.py": NANOCHAT,
+        "nanochat/common.py": "",
+        "nanochat/optim.py": "import nanochat.common; MuonAdamW = None",
     },
-    "gram-newton-schulz": {"gram_newton_schulz/__init__.py": GRAM},
+    "gram-newton-schulz": {
+        "gram_newton_schulz/__init__.py": "class GramNewtonSchulz:\n    def __call__(self): ...",
+    },
     "quack": {"quack/__init__.py": ""},
-    "axolotl": {
-        "src/axolotl/integrations/kernels/libs/scattermoe_lora/__init__.py": SCATTERMOE,
-    },
+    "axolotl": {"src/axolotl/integrations/kernels/libs/scattermoe_lora/__init__.py": ""},
 }
 PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora")
 
@@ -480,108 +397,8 @@ def test_a_branch_without_a_commit_is_said(harness, tmp_path) -> None:
         harness.peers.commit_of(tmp_path)
 
 
-@pytest.fixture
-def timed(harness, monkeypatch):
-    """Every call once; times and memory are given."""
-
-    def times(calls, **_):
-        for call in calls.values():
-            call(0)
-        return {name: harness.timer.Times(2.0, 3.0, 1.0) for name in calls}
-
-    for module in (harness.one_gpu, harness.orthogonalize, harness.moe_lora):
-        monkeypatch.setattr(module, "times", times)
-    monkeypatch.setattr(harness.one_gpu, "added_mb", lambda call: call() or 1.0)
-    monkeypatch.setattr(harness.moe_lora, "peak_mb", lambda call, _: [call(), 1.0][1])
-    monkeypatch.setattr(harness.orthogonalize, "added_mb", lambda call: call() is None or 1.0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-
-def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, monkeypatch, capsys) -> None:
-    """Beside ours; one whose step leaves parameters as they were has no row."""
-    step, built = harness.one_gpu, SimpleNamespace(package=opt)
-    monkeypatch.setattr(step, "COMPARED", ("tiny",))
-    rows = [row for row, _ in step.measure(step.Model("tiny"), built, "cpu")]
-    assert [row.variant for row in rows] == ["auto", "torch", "dion", "nanochat"]
-    commits = [row.peer_commit for row in rows]
-    assert commits == [None, None, f"dion {COMMIT}", f"nanochat {COMMIT}"]
-    assert all(row.ok and row.case == "tiny/1gpu/heavy" for row in rows)
-    assert harness.is_well_formed(rows)
-    idle = DION.replace("param.mul_(", "str(").replace("param.grad *", "0 *")
-    (checkouts / "dion/dion/__init__.py").write_text(idle)
-    del sys.modules["dion"]
-    harness.peers.found.cache_clear()
-    rows = [row for row, _ in step.measure(step.Model("tiny"), built, "cpu")]
-    assert [row.variant for row in rows] == ["auto", "torch", "nanochat"]
-    assert "no rows of dion: ValueError: its results are wrong" in capsys.readouterr().out
-
-
-def test_gram_newton_schulz_over_quack(harness, opt, checkouts, timed) -> None:
-    """It may write to its input, which is its own."""
-    entry = harness.orthogonalize
-    inputs = [entry.made(entry.Problem(2, 8, 16, "heavy"), torch.Generator(), "cpu")]
-    kept = inputs[0].clone()
-
-    def found(ours, baseline):
-        return entry.distances(opt, inputs[0], ours, baseline)
-
-    task = entry.Task("2x8x16/heavy", inputs, found, 1.0, 1.02)
-    built = SimpleNamespace(package=opt)
-    capture = entry.Case.capture
-    entry.Case.capture = lambda self: None
-    try:
-        ((row, line),) = entry.peer_rows(task, built, entry.polar_express_bf16)
-    finally:
-        entry.Case.capture = capture
-    assert row.ok and row.error < 1e-5 and "[gram-newton-schulz]" in line
-    assert row.peer_commit.endswith(f"quack {COMMIT}")
-    assert torch.equal(inputs[0], kept)
-    assert harness.is_well_formed([row])
-
-
-def test_axolotl_computes_the_same_layer(harness, opt, checkouts, timed) -> None:
-    """Result and all gradients, PEFT's factors included; every direction has a row."""
-    tiny = harness.problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
-    moe, built = harness.moe_lora, SimpleNamespace(package=opt)
-    case = moe.LayerCase(tiny, built, 0, device="cpu")
-    (peer,) = harness.peers.offered("axolotl")
-    good, ours, _ = case.compare(lambda: case.peer(peer), 2.0)
-    assert good and 0 < ours < 0.02
-    found = moe.variant_rows(tiny, moe.cases_of(tiny), [case], "axolotl", lambda c: c.peer(peer))
-    rows = [row for row, _ in found]
-    assert [row.case for row in rows] == moe.cases_of(tiny) and harness.is_well_formed(rows)
-
-
 def test_peers_are_there_for_agreed_layers_only(harness) -> None:
     problems, compared = harness.problems, harness.moe_lora.is_compared
     layers = [layer for layer in problems.listed() if compared(layer)]
     assert [layer.name for layer in layers] == [f"{m}/T2048/r16" for m in problems.MODELS]
     assert not compared(dataclasses.replace(layers[0], fp32_lora=True))
-
-
-@pytest.mark.parametrize("name", ["dion", "nanochat"])
-def test_a_peer_trains_all_parameters(harness, opt, checkouts, name) -> None:
-    """In groups that a schedule can reach; nanochat's have one shape each."""
-    demo = harness.package.demo_modules()["model"]
-    model = demo.Decoder(demo.ModelConfig(2, 32, 2, 16, 64), seed=0)
-    kind = harness.pretraining.PEERS[name]
-    optimizer = harness.pretraining.Optimizers(kind.make(opt, model, 1e-3))
-    stepped = [p for group in optimizer.groups for p in group["params"]]
-    assert len(stepped) == len({id(p) for p in stepped}) == len(list(model.parameters()))
-    if name == "nanochat":
-        muon = [group for group in optimizer.groups if group["kind"] == "muon"]
-        assert [len({p.shape for p in group["params"]}) for group in muon] == [1] * 3
-    before = [p.detach().clone() for p in stepped]
-    for param in stepped:
-        param.grad = torch.ones_like(param)
-    peaks = list(optimizer.peaks)
-    for _ in range(2):
-        optimizer.set_factor(0.5)
-        optimizer.step()
-        rates = [float(group["lr"]) for group in optimizer.groups]
-        assert rates == pytest.approx([0.5 * peak for peak in peaks])
-    assert not any(map(torch.equal, before, stepped))
-    row = harness.cases.TrainingRow(f"gpt-124M/{name}", name, True)
-    (peer,) = harness.peers.offered(name)
-    ((row, _),) = harness.peers.rows([name], lambda peer: [(row, "")])
-    assert row.peer_commit == peer.commit and row.variant == name

@@ -225,15 +225,6 @@ def write_results(harness, root: Path) -> Path:
     return path
 
 
-def test_written_results_have_the_agreed_form(harness, checkout):
-    result = json.loads((checkout / "benchmarks/results/h200/elementwise.json").read_text())
-    assert result_findings("elementwise", result) == []
-    assert result["rows"][0]["case"] == "nf4_dequant/128x1536x2048"
-    assert result["rows"][0]["speedup"] == pytest.approx(0.43 / 0.27, rel=1e-4)
-    wrong = result["rows"][-1]
-    assert wrong == {"case": "nf4_dequant/1x1x1", "variant": "auto", "ok": False}
-
-
 @pytest.mark.parametrize(
     ("gpu", "count", "name"),
     [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
@@ -410,9 +401,9 @@ def test_orthogonalize_summary_misses_no_heavy_row(harness):
     assert entry.summary(rows).endswith("50.0% of the floor, 1 of 11 missing")
 
 
-def test_rows_of_one_figure(harness, checkout):
-    """communication.json: values with targets, met or missed, on a page and in a plot."""
-    entry, plots, rate = harness.communication, harness.plots, "of a copy's rate"
+def test_rows_of_one_figure(harness):
+    """communication.json: values with targets, met or missed."""
+    entry, rate = harness.communication, "of a copy's rate"
     found = [
         entry.figure("push/one", 0.97, "Tensor.copy_", entry.PUSH_SHARE, unit=rate),
         entry.figure(
@@ -425,16 +416,6 @@ def test_rows_of_one_figure(harness, checkout):
     assert "goal 0.9 met" in found[0][1] and "MISSED" in found[1][1] and "WRONG" in found[2][1]
     summary = harness.run.summary(rows)
     assert summary.startswith("1 wrong\n1 of 2 goals are met") and "value 1.2 of 1.05" in summary
-    harness.copy_sources("communication", checkout)
-    digest = harness.sources.sources_digest("communication", checkout)
-    path = checkout / "benchmarks/results/h200/communication.json"
-    harness.report.write(path, HEAD | {"sources": digest}, rows)
-    plots.draw(checkout)
-    assert plots.findings(checkout) == []
-    page = (checkout / plots.page_of(path)).read_text()
-    assert "| `push/one` | 0.97 | of a copy's rate | 0.9 | Tensor.copy_ | one GPU |" in page
-    assert "1.05, missed" in page and "push/wrong" not in page
-    assert "push/one" in path.with_suffix(".svg").read_text()
 
 
 class RecordingStopwatch:
@@ -516,28 +497,6 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
     assert len(called) == 2 * 8 + 3 * 2 * (8 + 30)
 
 
-def test_readme_table_pages_and_plots(harness, checkout):
-    plots = harness.plots
-    assert len(plots.findings(checkout)) == 6  # three tables, two pages and a plot
-    plots.draw(checkout)
-    assert plots.findings(checkout) == []
-    readme = (checkout / "README.md").read_text()
-    assert readme.startswith("# title\n") and readme.endswith("\ntail\n") and "old" not in readme
-    assert "| `nf4_dequant`, 128 experts | 0.27 | peer 1.0: 0.43 | 1.59 |" in readme.splitlines()
-    assert "[elementwise](docs/benchmarks/h200-elementwise.md)" in readme
-    page = (checkout / "docs/benchmarks/h200-elementwise.md").read_text()
-    assert (
-        "| `nf4_dequant/128x1536x2048` | 0.27 | 0.02 | 0.26 | 92% | peer 1.0, 0.43 ms | 1.59 |"
-        in page.splitlines()
-    )
-    assert "On 40 random shapes the median is 92% of the floor" in page
-    assert quoted_results(page) == {Path("h200/elementwise.json")}
-    plot = checkout / "benchmarks/results/h200/elementwise.svg"
-    first = plot.read_bytes()
-    plots.draw(checkout)
-    assert plot.read_bytes() == first
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -559,34 +518,6 @@ def row(case, ms, baseline_ms, variant="auto", **more):
     """As a result file has it, as far as the pages read it."""
     found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms, "baseline": "AdamW"}
     return found | {"baseline_wall_ms": baseline_ms, "speedup": baseline_ms / ms} | more
-
-
-@pytest.mark.parametrize(
-    ("case", "rows", "line"),
-    [
-        ("a", [row("a", 2.0, 3.0)], "| text | 2 | AdamW: 3 | 1.50 |"),
-        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "dion")], "| text | 2 | dion: 1 | 0.50 |"),
-        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "torch")], "| text | 2 | AdamW: 3 | 1.50 |"),
-        (None, [row("a", 2.0, 3.0), row("b", 2.0, 1.0)], "| text, `b` | 2 | AdamW: 1 | 0.50 |"),
-        ("c", [row("a", 2.0, 3.0)], None),
-        ("a", [row("a", 2.0, 3.0) | {"ok": False}], None),
-        (
-            "a/muon",
-            [row("a/muon", 2.0, 1.0), row("a/torch", 3.0, 1.0), row("a/adamw", 1.0, 1.0)],
-            "| text | 2 | torch.optim.Muon: 3 | 1.50 |",
-        ),
-        ("a/muon", [row("a/muon", 2.0, 1.0)], None),
-    ],
-)
-def test_a_headline_names_the_fastest_peer(harness, case, rows, line):
-    """A path of ours that "auto" does not take is no peer; what was not measured has no line.
-
-    Peers may have rows of their own.
-    """
-    against = {"a/dion": "dion", "a/torch": "torch.optim.Muon"}
-    headline = harness.plots.Headline("file", case, "text", against if case == "a/muon" else None)
-    assert harness.plots._headline(headline, {"rows": rows}) == line
-    assert harness.plots._headline(headline, None) is None
 
 
 def test_every_step_of_a_curve_counts_as_the_median_one(harness):
@@ -649,77 +580,6 @@ def test_layers_that_are_asked_for_are_printed_only(
         with pytest.raises(SystemExit):
             harness.run.main([other, *arguments])
         assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err
-
-
-MACHINE = {"gpu": "a GPU", "driver": "1", "torch": "2"}
-
-
-@pytest.fixture
-def results() -> dict[str, dict]:
-    training = {"curve": [], "steps": 4, "sweep": [1, 2], "optimizer_ms": 1.0, "loss_mean": 3.25}
-    trainings = [
-        row("gpt-124M/adamw", 4.0, 4.0, **training),
-        row("gpt-124M/muon", 5.0, 4.0, **training),
-        row("gpt-124M/dion", 10.0, 4.0, "dion", **training),
-        {"case": "first_use/layer", "variant": "auto", "ok": True, "value": 1.0, "unit": "s"},
-    ]
-    layers = [
-        row("a", 1.0, 2.0),
-        row("a", 4.0, 2.0, "axolotl", peer_commit=f"axolotl {'1' * 40}"),
-        row("a", 2.0, 2.0, "triton"),
-        row("b", 1.0, 8.0),
-        row("c", 1.0, 9.0) | {"ok": False},
-        row("d", 1.0, 9.0, baseline="the same model"),
-    ]
-    commits = f"gram-newton-schulz {'2' * 40}, quack {'3' * 40}"
-    matrices = [row("e", 1.0, 2.0), row("e", 0.5, 2.0, "gram-newton-schulz", peer_commit=commits)]
-    return {
-        "end_to_end": MACHINE | {"rows": trainings},
-        "moe_lora": MACHINE | {"rows": layers},
-        "orthogonalize": MACHINE | {"rows": matrices},
-    }
-
-
-def test_every_case_stands_beside_every_opponent(harness, results) -> None:
-    found = [(p.case, p.opponent, p.times) for p in harness.comparison.pairs(results)]
-    assert found == [
-        ("gpt-124M/muon", "AdamW", 0.8),
-        ("gpt-124M/muon", "dion", 2.0),
-        ("a", "AdamW", 2.0),
-        ("a", "axolotl", 4.0),
-        ("b", "AdamW", 8.0),
-        ("e", "AdamW", 2.0),
-        ("e", "gram-newton-schulz with quack", 0.5),
-    ]
-
-
-def test_the_page_has_means_and_losses(harness, results) -> None:
-    page = harness.comparison.comparison(results)
-    assert "| **`Muon`** | 5 | 1 | 3.250 |" in page and "| dion | 10 | 1 | 3.250 |" in page
-    assert "(h200-moe_lora.md) | AdamW | 2 | 4.00 | 2.00 | 8.00 | 0 |" in page
-    assert "## Where the opponent is faster: 2 of 7 cases" in page
-    assert page.count("| `") == 2 and "| `gpt-124M/muon` | 5 | AdamW | 4 | 0.80 |" in page
-    assert "a GPU, driver 1, torch 2. Others' code: axolotl 1111111, gram-" in page
-    assert page.endswith("gram-newton-schulz 2222222, quack 3333333.")
-
-
-def test_forced_paths_stand_beside_the_own_one(harness, results) -> None:
-    lines = harness.comparison.forced(results).splitlines()
-    (line,) = [line for line in lines if line.startswith("| MoE layers")]
-    assert line == "| MoE layers with LoRA | 8.0 and newer except 9.0 | 1 | 0.50 | 1.00 |"
-
-
-@pytest.mark.parametrize(
-    ("baseline", "shown"),
-    [
-        ("torch 2.11.0+cu130 AdamW(fused=True)", "torch AdamW(fused=True)"),
-        ("torch 2.11.0+cu130, torch._fused_adamw_", "torch._fused_adamw_"),
-        ("torch.compile of five steps", "torch.compile of five steps"),
-        ("bitsandbytes 0.50.2 dequantize_4bit", "bitsandbytes 0.50.2 dequantize_4bit"),
-    ],
-)
-def test_a_release_of_torch_is_not_said_in_every_line(harness, baseline, shown) -> None:
-    assert harness.comparison.opponent(baseline) == shown
 
 
 def test_nothing_measured_is_said(harness) -> None:

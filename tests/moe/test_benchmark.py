@@ -318,18 +318,6 @@ def test_traffic_is_that_of_two_products_per_layer(harness, monkeypatch):
     assert list(traffic.measured().values()) == [1.1, 2.0]
 
 
-def test_without_counts_the_row_says_so(harness, monkeypatch):
-    traffic = harness.nf4_traffic
-
-    def refuses(*_, **__):
-        raise traffic.NotCountedError("no ncu on this machine")
-
-    monkeypatch.setattr(traffic, "counted", refuses)
-    assert set(traffic.measured().values()) == {"no ncu on this machine"}
-    monkeypatch.setattr(traffic, "counted", lambda *_, **__: ([1.0] * 4, "least q"))
-    assert all(v.startswith("not counted: ValueError") for v in traffic.measured().values())
-
-
 def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
     """The result file is written from them; printed lines say how far the run is."""
     quant, commit = harness.quant, "0123abcd" * 5
@@ -530,15 +518,6 @@ def test_a_case_that_fails_does_not_end_the_command(entry, monkeypatch, capsys) 
     cases = ["qwen3-moe-8l/2048/lora/compile", "qwen3-moe-8l/2048/frozen/compile"]
     assert [row.ok for row, _ in entry.rows(None, cases)] == [False, False]
     assert "RuntimeError: out of memory" in capsys.readouterr().out
-
-
-def test_baselines_of_the_cases(entry) -> None:
-    problem = entry.CASES["qwen3-moe-8l/8192/nf4/compile"]
-    assert problem.baseline == "transformers grouped_mm + bitsandbytes nf4 + PEFT, eager"
-    assert entry.CASES["qwen3-moe-8l/2048/frozen/eager"].baseline == (
-        "transformers grouped_mm, eager"
-    )
-    assert dict(problem.sizes)["num_experts"] == 128
 
 
 def test_without_bitsandbytes_nf4_is_said_not_to_run(entry, monkeypatch, capsys) -> None:
