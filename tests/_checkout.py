@@ -1,7 +1,5 @@
 """Throw-away checkouts for the tests of the build, and the tools of this one as modules."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

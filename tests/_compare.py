@@ -1,7 +1,5 @@
 """How two results are compared: against a higher-precision reference, or bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

@@ -5,8 +5,6 @@ a fork has them. Everything else is as for a new one: arguments, environment, fo
 Whether a program imports what it needs is seen where it runs in a new interpreter, once each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What tests on a GPU have in common: graphs that are captured, and steps that wait for nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The modules of benchmarks/harness as run.py imports them, and what a result file begins with."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -4,8 +4,6 @@ Nothing is imported here that the static tests (`make check`) do not need: torch
 imported inside the fixtures.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

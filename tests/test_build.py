@@ -5,8 +5,6 @@ too small a scope shows in no result, since all that it could miss lies in one L
 machine code of the kernels that wait for other GPUs is looked at: their loads and fences.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import fcntl

@@ -4,8 +4,6 @@ None of the former can vanish from a run that leaves them out; a program in a fo
 finds things as in an interpreter of its own.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

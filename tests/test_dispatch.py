@@ -1,7 +1,5 @@
 """dispatch: where each op has a kernel, the reason it gives, and that it is given once."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """`end_to_end.json` away from torch: cases, merging, sweeps, text, form, tables. No build."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

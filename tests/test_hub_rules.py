@@ -1,7 +1,5 @@
 """The package keeps the Hub's rules. No torch, no build."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Imports follow the arrows of the design. No torch, no build."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

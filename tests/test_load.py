@@ -2,8 +2,6 @@
 
 And what `get_kernel` says in a checkout that has nothing for this system."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

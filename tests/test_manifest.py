@@ -1,7 +1,5 @@
 """build.toml, kernel sources, bindings, Python, tests and documents agree. No torch, no build."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

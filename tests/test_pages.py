@@ -2,8 +2,6 @@
 
 In docs/reference every public name is on one page, as its docstring says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

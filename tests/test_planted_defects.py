@@ -5,8 +5,6 @@ predecessor has; with `old` and `new` behind it, this file replaces the one plac
 that reads `old` and runs the test, in a process of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

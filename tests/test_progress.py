@@ -2,8 +2,6 @@
 
 Peers' rows come from checkouts of the user's own: tiny stand-ins with the same public names."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

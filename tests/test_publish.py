@@ -2,8 +2,6 @@
 
 And benchmarks/benchmark.py, which `kernels benchmark` runs: every workload, and right."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ The names of moe-lora.md's table exist, and every function of the predecessor st
 newcomer: README's commands in a new environment, and the sentence for each usual mistake.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

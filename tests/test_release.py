@@ -1,7 +1,5 @@
 """What the workflows run and what a release is made with: all of it pinned, rights kept apart."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

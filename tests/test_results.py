@@ -1,7 +1,5 @@
 """Results: their form, what pages quote of them, and the harness that writes them. No build."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

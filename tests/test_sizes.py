@@ -1,7 +1,5 @@
 """tools/sizes.py counts what the project has, and finds what is too large. No torch, no build."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Problems of the products with exact answers or answers in float64, in every layout."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

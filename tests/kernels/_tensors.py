@@ -1,7 +1,5 @@
 """Lists of tensors in every layout the list ops must take, drawn on the CPU so devices agree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Fixtures that reach an op of one path directly."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

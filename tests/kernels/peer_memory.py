@@ -5,8 +5,6 @@
 Prints the names of what held; the first thing that does not hold is an AssertionError.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 

@@ -9,8 +9,6 @@
 allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is required.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """push and signals on any device: what they copy and write, what they refuse, when they give up."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -1,7 +1,5 @@
 """push and signals on a GPU: order between streams, graphs, what is launched, memory of a peer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Formats: MXFP4 and FP8 by their definitions, and a made-up one, since FORMATS has it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

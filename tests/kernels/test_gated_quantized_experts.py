@@ -1,7 +1,5 @@
 """A gated layer of packed experts in one op: its stages apart say what it must compute."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

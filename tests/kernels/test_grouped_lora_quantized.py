@@ -1,7 +1,5 @@
 """grouped_lora_quantized_forward and _dx: products with decoded weights, decoded on the way."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@
 Every message names the argument. On a GPU also: capture, streams, sizes, a traced Triton op.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """nf4_quantize: bitsandbytes' format whatever the shape, and the same bits on every path."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

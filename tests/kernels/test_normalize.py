@@ -4,8 +4,6 @@ norm_factors are the numbers that it would multiply by; crop is the way back fro
 On a GPU also: capture, streams, sizes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """packed_product without a GPU: what it refuses, where that goes, and what it hands on."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -4,8 +4,6 @@ Rows lie in memory that is NaN between them, so that a copy that reaches too far
 lies between NaN, which must stay.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """progress_matmul: the order of its tiles, what it refuses, and the path without the kernel."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import math

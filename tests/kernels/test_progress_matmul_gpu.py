@@ -4,8 +4,6 @@ Operands lie in memory that is NaN between their elements and until they arrive;
 before, and their frames must stay so.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

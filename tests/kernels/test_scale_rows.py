@@ -1,7 +1,5 @@
 """scale_rows: rows of norm 1 and matrices of norm sqrt(min(m, n)), in place, in any batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -9,8 +9,6 @@ They are NaN here, in operands and outputs: nothing may read them, nothing may w
 result has the bits of the same call on whole matrices.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 Of the chain upper storage alone is touched; the order of its tiles and the rule of its buffers are
 the kernel's own, compiled for the host."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """momentum, apply_update and adamw on every path: bit for bit the reference, whatever the list."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 On a GPU also: every tile and big sizes; test_sm90_gpu.py has capture and wide offsets.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The ops over lists: one stacked tensor gives the bits of a list; what they promise on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

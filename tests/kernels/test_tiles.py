@@ -4,8 +4,6 @@ The schedules, the choice and the rule of a chain's buffers are the kernels' own
 host; tools/tune.py fits the times that the choice goes by.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Updates on every path: averages that hold at any weight, random rounding, kept residuals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Problems of the grouped product and of a layer of experts, and both by plain eager torch."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The module under test, and one call of it on a path with all its gradients."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -3,8 +3,6 @@
 Under autocast it does what torch.nn.functional.linear does; forward mode is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

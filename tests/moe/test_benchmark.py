@@ -4,8 +4,6 @@ At tiny size both sides compute the same, and the gate sees when they do not; na
 goals are those of the arithmetic.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """Routers against plain loops over tokens in float64, and the block that they make with experts."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -3,8 +3,6 @@
 The op of the compiled graph says what it must give, bit for bit. On a GPU also: launches that are
 played again, and 4-bit experts on the compiled product: bits, what may change, memory, capture."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

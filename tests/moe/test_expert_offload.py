@@ -3,8 +3,6 @@
 On a GPU memory is freed, copies run beside the products, and nothing waits.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -3,8 +3,6 @@
 And what training does with a layer beyond one forward and one backward. On a GPU also: CUDA graphs,
 memory, compiled code."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -3,8 +3,6 @@
 Wrong arguments raise before any launch. On a GPU also: real shapes, capture, memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """LoRA parameters of experts: PEFT's layout, several adapters, merging, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 

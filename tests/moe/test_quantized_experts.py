@@ -1,7 +1,5 @@
 """4-bit experts as modules and as records: quantised, moved, saved, loaded, active ones."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

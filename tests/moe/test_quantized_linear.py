@@ -1,7 +1,5 @@
 """grouped_lora_linear over 4-bit experts: strategies equal decoded weights and are explained."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

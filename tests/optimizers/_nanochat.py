@@ -4,8 +4,6 @@ Source: github.com/karpathy/nanochat, nanochat/optim.py at 92d63d4. Its class ad
 of all ranks itself, and so does this one, without sharing out the work.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon's step, restated plainly in float64, and small models and parameters to step."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Parameters cut into matrices: experts, fused parts, heads, convolutions, columns; batches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

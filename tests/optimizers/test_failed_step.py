@@ -3,8 +3,6 @@
 Rare events that long random runs found are survived, also by a resumed run.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the constructor and add_param_group refuse, and how they say it."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -3,8 +3,6 @@
 torch.compile around a step leaves it as it is, without tracing and without recompiling.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

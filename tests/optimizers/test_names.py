@@ -3,8 +3,6 @@
 The names for many ranks are tried with one rank.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

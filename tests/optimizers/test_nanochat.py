@@ -1,7 +1,5 @@
 """`MuonAdamW` in the place of nanochat's class of July 2026: MuonEq, Muon+, the same losses."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

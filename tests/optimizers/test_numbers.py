@@ -1,7 +1,5 @@
 """Options as they change, also under schedulers, and the precision and device of a step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 On a GPU also: memory is freed, transfers run beside the step, a capture is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -4,8 +4,6 @@ They are checked at the next step, before anything is written. Ranks tell each o
 words that say whether values mean the same.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib

@@ -1,7 +1,5 @@
 """Groups as other code makes them: without marks, with keys of its own, of other optimizers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

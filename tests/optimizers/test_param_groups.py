@@ -1,7 +1,5 @@
 """Which parameters are hidden matrices: by module type, then by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The trainings of `end_to_end.json` at tiny size: every optimizer, the clock, what diverges."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Wrong configurations are refused at construction, wrong logits before anything is written.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The summary of routes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """`rounding`: 16-bit parameters lose neither decay nor small updates, and bits repeat."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

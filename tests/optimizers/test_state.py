@@ -1,7 +1,5 @@
 """State: made at the first step, exact through every way of saving, and loaded all or nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """What a step reads, writes and leaves alone, also of a model that was moved or cast."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """The stages on the compiled ops: bits of the reference, any layout, calls per step, capture."""
 
-from __future__ import annotations
-
 import logging
 import time
 

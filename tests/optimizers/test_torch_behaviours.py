@@ -1,7 +1,5 @@
 """What torch's generic tests ask of every optimizer: construction, steps, hooks, errors, state."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Whole steps against the predecessors' rules, torch.optim.AdamW and torch.optim.Muon."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Built as U S V^T, so that neither the matrix nor its polar factor needs a float64 SVD.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The modules behind the public functions, and their plain references."""
 
-from __future__ import annotations
-
 import pytest
 
 from ..conftest import module_fixture

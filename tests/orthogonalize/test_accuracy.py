@@ -1,7 +1,5 @@
 """How close the results are: to the same polynomial in float64, and to the polar factor."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of this folder away from a GPU: its baseline, its distances, its gate."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which method, dtype and products, by size and device; the times it predicts; where halves pay."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Coefficients and restarts: published tables follow from their criteria; tools print them."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The walk over slices copies no whole tensor. On a GPU the listed shapes give the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What callers put around the methods: torch.compile, torch.func, CUDA graphs, autocast, TF32."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

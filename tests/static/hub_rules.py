@@ -1,7 +1,5 @@
 """The Hub's rules for the Python half of a kernel package, read off the source."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Who may import whom, as data, and the checks that read it off the source."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

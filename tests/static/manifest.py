@@ -1,7 +1,5 @@
 """One name per operation: build.toml, sources, bindings, Python, tests and documents agree."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

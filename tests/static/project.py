@@ -1,7 +1,5 @@
 """Where things are, which files belong to the project, and what the names in them stand for."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

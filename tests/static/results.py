@@ -1,7 +1,5 @@
 """The result files under benchmarks/results: their form, and which of them a page quotes."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

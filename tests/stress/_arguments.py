@@ -1,7 +1,5 @@
 """Random arguments: valid tensors of every kind, and what someone might pass instead of them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Calls of the experts' functions, layers and integrations, with what each must give."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

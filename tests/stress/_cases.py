@@ -1,7 +1,5 @@
 """One call of one public function, judged."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import random

@@ -6,8 +6,6 @@ from the package's `reference/`, which the optimizers do not use where they have
 An episode is steps of one optimizer to which things happen, beside a twin that is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -4,8 +4,6 @@ For every rank the plan is made as that rank makes it. Then the messages of all 
 what every owner puts together must be the matrix, and what every rank hears its part of the answer.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

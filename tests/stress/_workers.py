@@ -1,7 +1,5 @@
 """Processes that play a case each and may crash or hang without ending the run; what they found."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -7,8 +7,6 @@ finding: another error, a crash, a call that takes longer than LIMIT.
     python -m tests.stress.fuzz --calls 10000 --meshes 1000 --seed 0 --out fuzz.json
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

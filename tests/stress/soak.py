@@ -6,8 +6,6 @@ processes of its own kind that can be killed: a crash or a hang is counted with 
     python -m tests.stress.soak --steps 10000 --seed 0 --out soak.json
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

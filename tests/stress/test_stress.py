@@ -1,7 +1,5 @@
 """Short runs of the fuzzer and of the soak, and the defects that they must see."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Operands of the grouped LoRA ops on small problems, and their plain float64 results per slot."""
 
-from __future__ import annotations
-
 import torch
 
 EXPERTS, TOP_K, RANK = 3, 2, 3

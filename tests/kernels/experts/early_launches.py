@@ -4,8 +4,6 @@ Run by `test_early_launches.py`, apart from the interpreter of the other tests. 
 every launch is, in order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """combine and glu on every path: a token's gated sum of rows, and each activation in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ What is compiled for an H100 is read: a wait that is missing gives wrong numbers
 predecessor happens to be slow.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """expert_sort on every path: the same order, offsets and tiles as counting by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

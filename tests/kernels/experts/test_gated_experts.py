@@ -1,7 +1,5 @@
 """gated_experts: the layer in one op gives what eager torch gives, and keeps only what it must."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The grouped LoRA ops and their gradients, slot by slot: results, strides, tiles, launches."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

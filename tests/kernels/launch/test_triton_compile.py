@@ -1,7 +1,5 @@
 """Kernels compiled for a GPU that is not there, and kept."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib.util
