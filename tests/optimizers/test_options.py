@@ -44,6 +44,9 @@ def failing_rule(lr, rows, columns):
 CHANGED += [
     (0, "adjust_lr_fn", failing_rule, ValueError, "no rate for 4 rows"),
     (0, "adjust_lr_fn", lambda *_: "fast", TypeError, "adjust_lr_fn returned 'fast'"),
+    (0, "adjust_lr_fn", lambda *_: math.nan, ValueError, "returned nan for a 6 x 4 matrix"),
+    (0, "adjust_lr_fn", lambda *_: math.inf, ValueError, "a rate must be finite"),
+    (0, "adjust_lr_fn", lambda lr, *_: -lr, ValueError, "returned -.* at least 0"),
     (0, "nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
     (0, "momentum", torch.tensor(0.95), TypeError, "momentum must be a number"),
     (0, "split_sizes", {"w": (6,)}, ValueError, "names no parameter of the group"),

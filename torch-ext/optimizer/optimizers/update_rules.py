@@ -81,6 +81,11 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
     0.2 lr as AdamW's typically is (arXiv 2502.16982). original: lr sqrt(max(1, rows / columns)), of
     Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). none: lr. A callable
     gets (lr, rows, columns) and returns the rate; lr may be a Tensor, which it must not read.
+
+    Raises:
+        TypeError: a callable returned neither a number nor a Tensor.
+        ValueError: it returned a number that is NaN, infinite or below 0, or a Tensor that is not
+            one floating-point number on the device or the CPU. A Tensor's value is not read.
     """
     if options.transposed:  # (in, out)
         rows, columns = columns, rows
@@ -101,6 +106,11 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
         return Rate(rate, 1.0, 0.0, shaped_decay=False, decay=lr * weight_decay)
     if not isinstance(rate, Real):
         raise TypeError(f"adjust_lr_fn returned {rate!r}, not a number or a Tensor")
+    if not 0 <= rate < math.inf:
+        raise ValueError(
+            f"adjust_lr_fn returned {rate!r} for a {rows} x {columns} matrix; a rate must be "
+            "finite and at least 0"
+        )
     if options.shaped_decay:
         return Rate(1.0, float(rate), weight_decay, shaped_decay=True)
     return Rate(1.0, float(rate), lr * weight_decay, shaped_decay=False)

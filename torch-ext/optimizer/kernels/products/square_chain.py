@@ -18,6 +18,7 @@ written (10 of 16 are left for m = 512, 36 of 64 for m = 1024).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -63,8 +64,13 @@ def serves(batch: int, m: int, dtype: torch.dtype, device: torch.device) -> bool
     """
     if dtype != torch.float16 or not dispatch.runs_compiled("square_chain", device):
         return False
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return 2 * batch * tiles(m) >= processors
+    return 2 * batch * tiles(m) >= _processors(device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors; torch takes the host 5 us to look a device up."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tiles(m: int) -> int:
