@@ -33,11 +33,9 @@ class Harness:
         return module
 
     def copy_sources(self, entry: str, root: Path) -> None:
-        """The files that an entry measures, below `root` as they are here."""
         for path in self.sources.source_files(entry):
             write_files(root, {path.relative_to(ROOT).as_posix(): path.read_text()})
 
     def is_well_formed(self, rows: list) -> bool:
-        """Whether the rows can stand in a result file."""
         result = HEAD | {"rows": [self.report.entry(row) for row in rows]}
         return result_findings("e", result) == []

@@ -43,7 +43,6 @@ def refused(match: str):
 
 
 def cpu_build(root: Path, *options: str) -> str:
-    """What a build that succeeds prints."""
     done = run_build(root, "--backend", "cpu", *options)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -412,7 +411,6 @@ def fake_toolkit(home: Path, release: str) -> Path:
 
 
 def torch_built_with(cuda: str | None):
-    """An installed torch as `find_torch` describes it."""
     version = "2.13.0+cpu" if cuda is None else f"2.13.0+cu{cuda.replace('.', '')}"
     return tool("local_build.toolchain").Torch(version, Path("/nowhere/torch"), cuda)
 
@@ -609,7 +607,6 @@ def test_artifacts_embed_no_path_of_this_torch():
 
 
 def link(folder: Path, name: str, code: str, *flags: str) -> Path:
-    """Compile C code to a shared library."""
     source, library = folder / f"{name}.c", folder / name
     source.write_text(code)
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-o", str(library), str(source), *flags]

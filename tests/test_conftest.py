@@ -1,8 +1,4 @@
-"""What the tests are run with: the count of those that need a GPU, and programs in forks.
-
-None of the former can vanish from a run that leaves them out; a program in a fork ends, prints and
-finds things as in an interpreter of its own.
-"""
+"""What the tests are run with: the count of those that need a GPU, and programs in forks."""
 
 import os
 import signal
@@ -83,7 +79,6 @@ def test_a_part_of_the_tests_is_not_compared(project, run) -> None:
 
 @pytest.mark.static
 def test_the_ledger_is_not_empty() -> None:
-    """That it is right, every whole run says."""
     counts = dict(line.split() for line in GPU_TESTS.read_text().splitlines())
     assert set(counts) >= {"tests/kernels", "tests/moe", "tests/orthogonalize"}
     assert sum(map(int, counts.values())) > 800

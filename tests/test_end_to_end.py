@@ -305,7 +305,6 @@ def test_no_text_is_trained_on_and_held_out(harness, programs: Path) -> None:
 
 
 def test_token_ids_are_made_once_and_kept(harness, programs: Path, tmp_path: Path) -> None:
-    """Decoded, they are the text again; held-out text is not in the vocabulary's training."""
     tokenizers = pytest.importorskip("tokenizers")
     recipe = harness.tokens.Recipe(400, vocabulary_bytes=20_000)
     folder = tmp_path / "kept"

@@ -156,10 +156,7 @@ SCRIPTS = ("benchmarks", "examples", "tools")
 
 
 def script_findings(folder: Path) -> list[str]:
-    """Imports, those inside functions too, of a script's own modules and names that do not exist.
-
-    A process on a GPU is the first to run many of them.
-    """
+    """Imports of a script's own modules and names that do not exist, those inside functions too."""
     found = []
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(parse(path)):

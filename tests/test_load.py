@@ -1,6 +1,4 @@
-"""Loading, as users do it: fresh interpreters that only have torch, `kernels` and the variant.
-
-And what `get_kernel` says in a checkout that has nothing for this system."""
+"""Loading, as users do it: fresh interpreters that only have torch, `kernels` and the variant."""
 
 import os
 import shutil

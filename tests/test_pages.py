@@ -1,6 +1,4 @@
-"""Pages name what exists: links, paths of docs/ in any file, and messages of errors. No torch.
-
-In docs/reference every public name is on one page, as its docstring says."""
+"""Pages name what exists: links, paths of docs/ in any file, and messages of errors. No torch."""
 
 import ast
 import re

@@ -1,6 +1,4 @@
-"""A measurement that is cut off goes on behind its finished rows; what Nsight Compute counts.
-
-Peers' rows come from checkouts of the user's own: tiny stand-ins with the same public names."""
+"""A measurement that is cut off goes on behind its finished rows; what Nsight Compute counts."""
 
 import dataclasses
 import importlib
@@ -38,7 +36,6 @@ class Toy:
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device: HEAD["gpu"])
 
     def rows(self, built, progress):
-        """Each case has a row of what a user gets, and one of another variant."""
         times = self.harness.timer.Times(1.0, 1.5, 0.5)
         measured = self.harness.report.Measured(times, 0.5, "peer", times, 0.0, 0.0, 1.0)
         for case in CASES:
@@ -49,7 +46,6 @@ class Toy:
                     yield self.harness.report.passed(case, measured, variant), case
 
     def __call__(self, *arguments: str) -> int:
-        """A new command; `measured` holds its cases."""
         self.measured = []
         return self.harness.run.main(["toy", "--out", str(self.out), *arguments])
 
@@ -329,7 +325,6 @@ PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora"
 
 @pytest.fixture
 def checkouts(harness, tmp_path, monkeypatch) -> Path:
-    """A folder with all of them, which PEERS names."""
     for checkout, files in FILES.items():
         write_files(tmp_path / checkout, files | {"COMMIT": f"{COMMIT}\n"})
     monkeypatch.setenv("PEERS", str(tmp_path))

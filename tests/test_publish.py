@@ -1,6 +1,4 @@
-"""tools/publish.py: what it would send, what it refuses, and the calls it makes.
-
-And benchmarks/benchmark.py, which `kernels benchmark` runs: every workload, and right."""
+"""tools/publish.py: what it would send, what it refuses, and the calls it makes."""
 
 import inspect
 import json

@@ -1,8 +1,4 @@
-"""The Python blocks of README and of every page for users run as they stand, page by page.
-
-The names of moe-lora.md's table exist, and every function of the predecessor stands in it. A
-newcomer: README's commands in a new environment, and the sentence for each usual mistake.
-"""
+"""The Python blocks of README and of every page for users run as they stand, page by page."""
 
 import logging
 import os

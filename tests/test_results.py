@@ -417,8 +417,6 @@ def test_rows_of_one_figure(harness):
 
 
 class RecordingStopwatch:
-    """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
-
     pauses: ClassVar[list[float]] = []
 
     def __init__(self) -> None:

@@ -44,7 +44,6 @@ class Dense:
 
 
 def exact_dense(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
-    """The float64 result rounded once."""
     A, B, C = (None if arguments[name] is None else arguments[name].double() for name in "ABC")
     value = arguments["alpha"] * (A @ B)
     if C is not None:
@@ -67,7 +66,6 @@ def run_dense(
     out: torch.Tensor | None = None,  # (B, m, n)
     tile: str = "auto",
 ) -> torch.Tensor:
-    """The compiled op by a tile's name."""
     if out is None:
         out = A.new_empty((*A.shape[:2], B.shape[2]))
     ops.matmul_add(A, B, C, out, alpha, beta, TILES.index(tile) - 1, scale)

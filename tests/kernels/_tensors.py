@@ -62,7 +62,6 @@ def draw(
 def copies(
     tensors: Sequence[torch.Tensor | None], device: torch.device | str = "cpu"
 ) -> list[torch.Tensor | None]:
-    """Contiguous copies."""
     return [None if x is None else x.detach().to(device, copy=True).contiguous() for x in tensors]
 
 

@@ -284,10 +284,7 @@ def rescaling(opt) -> int:
 
 
 def list_ops(opt) -> int:
-    """momentum, apply_update and adamw: layouts, dtypes and roundings; the number of cases.
-
-    The references run on the CPU: the tool would instrument all of torch's kernels, too.
-    """
+    """momentum, apply_update and adamw; references run on the CPU, which the tool leaves alone."""
     device, count = torch.device("cuda"), 0
     shapes = ((5, 7), (0,), (3, 20, 17), (), (131, 129))
     matrices = [shape for shape in shapes if len(shape) >= 2]

@@ -1,8 +1,4 @@
-"""normalize on every path: rounded once in any range, one answer per matrix, a clean frame.
-
-norm_factors are the numbers that it would multiply by; crop is the way back from a frame.
-On a GPU also: capture, streams, sizes.
-"""
+"""normalize on every path: rounded once in any range, one answer per matrix, a clean frame."""
 
 import pytest
 import torch
@@ -90,7 +86,6 @@ def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.T
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
 def test_symmetric_matrices(norm_factors, device, dtype):
-    """The promise changes what is read, not the result, for any side and layout."""
     for side in SYMMETRIC_SIDES:
         x = draw_symmetric(3, side, dtype, device)
         expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
@@ -167,7 +162,6 @@ def normalize(ops):
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", ((0, 0, 0), (2, 0, 0), (0, 7, 0), (1, 3, 5), (3, 130, 260)))
 def test_frame_is_zero(normalize, device, more):
-    """Whatever was in out: missing matrices, rows and columns are zeros."""
     for dtype in DTYPES:
         x = draw(2, 37, 70, dtype=torch.float32, device=device)
         x[1, 3, 3] = torch.nan
@@ -206,7 +200,6 @@ def test_multiples_by_powers_of_two_give_the_same_bits(normalize, device):
 
 @pytest.mark.gpu
 def test_zero_inf_and_nan_gpu(normalize, device):
-    """Zeros stay, inf and NaN make their own matrix NaN, and the others do not notice."""
     x = draw(6, 35, 50, dtype=torch.float32, device=device)
     x[1] = 0
     for matrix, value in ((2, torch.inf), (3, -torch.inf), (4, torch.nan)):
@@ -293,7 +286,6 @@ def test_big_matrices(normalize, device, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ((1024, 4096), (768, 768), (512, 2048), (100, 37)), ids=str)
 def test_any_batch(normalize, device, shape):
-    """The bits of the last matrix alone, and of every matrix in pieces of other strides."""
     x = draw(9, *shape, dtype=torch.float32, device=device)
     for batch in (1, 2, 7, 9):
         assert_same_bits(normalize(x[batch - 1 :][:1])[0], normalize(x[:batch])[-1])

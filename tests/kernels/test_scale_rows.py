@@ -99,7 +99,6 @@ def test_rows_of_rounding_noise_grow_no_further_than_a_millionth(module, device,
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_zeros_nan_and_inf(module, device, name, dtype) -> None:
-    """Zeros stay zeros; what is not finite makes its matrix NaN, and no other."""
     x = drawn((6, 6, 10), torch.float32, device).to(dtype)
     x[0, 2], x[1] = 0.0, 0.0
     x[2, 1, 3], x[3, 4, 0], x[4, 5, 9], x[4, 0] = torch.nan, torch.inf, -torch.inf, 0.0

@@ -1,7 +1,4 @@
-"""square_chain and slices of gram_polynomial: the bits of product by product, any batch, no hang.
-
-Of the chain upper storage alone is touched; the order of its tiles and the rule of its buffers are
-the kernel's own, compiled for the host."""
+"""square_chain and slices of gram_polynomial: the bits of product by product, any batch."""
 
 import functools
 

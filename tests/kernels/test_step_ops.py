@@ -92,7 +92,6 @@ class Momentum(Op):
         return [grads, buffers, draw(shapes, others, seed=2, layout=layout, device=device)]
 
     def mixed(self, shapes, device):
-        """bfloat16 and float16 buffers as well."""
         grads, _, out = self.lists(shapes, device, DTYPES, (torch.float16, *DTYPES, torch.float16))
         return [grads, draw(shapes, (*DTYPES, torch.float32), seed=1, device=device), out]
 
@@ -174,7 +173,6 @@ def test_same_bits_as_the_reference(op_of, device, dtypes, layout, name, mode):
 
 @in_modes
 def test_one_list_of_every_dtype_and_layout(op_of, device, name, mode):
-    """Layouts that differ within an entry, too."""
     op, layouts = op_of(name), itertools.cycle(LAYOUTS)
     lists = op.mixed(SHAPES * 5, device)
     for number in range(min(len(lists), 4)):
@@ -193,7 +191,6 @@ def test_four_hundred_tensors(op_of, device, name):
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 @in_modes
 def test_nan_and_inf_propagate(op_of, device, name, mode, bad):
-    """To their own elements alone."""
     op = op_of(name)
     lists = op.lists([(300, 5), (7,), (64,)], device, DTYPES)
     for tensor in lists[0 if name == "momentum" else 1]:

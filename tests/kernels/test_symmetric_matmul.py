@@ -1,7 +1,4 @@
-"""symmetric_matmul on every path: exact where sums are, both triangles equal, any layout.
-
-On a GPU also: every tile and big sizes; test_sm90_gpu.py has capture and wide offsets.
-"""
+"""symmetric_matmul on every path: exact where sums are, both triangles equal, any layout."""
 
 import re
 
@@ -292,8 +289,6 @@ def test_opcheck(module, dispatch, device, path, added):
 
 
 def test_compiles_without_a_graph_break(module, device):
-    """Also with changing sizes and with out=, in a larger graph."""
-
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(A: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return module.symmetric_matmul(A * 1, C=A @ A.mT, beta=1.0, diag=1.0, out=out) + 1
@@ -380,7 +375,6 @@ def test_big_matrices_are_exact(module, device, side, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", (1, 2, 37, 300))
 def test_any_batch(module, device, batch, dtype):
-    """Exact, and on Gaussian operands the same bits as the last matrix alone."""
     arguments = Problem((batch,), 193, 129, diag=2.0).operands(dtype, device)
     assert torch.equal(module.symmetric_matmul(**arguments), exact(arguments, dtype))
     A = torch.randn(batch, 193, 129, device=device).to(dtype)

@@ -1,8 +1,4 @@
-"""The tiles of the sm_90a products away from a GPU: each once, which one is taken, what is timed.
-
-The schedules, the choice and the rule of a chain's buffers are the kernels' own, compiled for the
-host; tools/tune.py fits the times that the choice goes by.
-"""
+"""The tiles of the sm_90a products away from a GPU: each once, which one is taken."""
 
 import ctypes
 import importlib.util

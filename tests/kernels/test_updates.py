@@ -56,7 +56,6 @@ def test_variance_reduction(op, run, device, dtype, layout):
 
 
 def test_variance_reduction_repeats_in_any_company(run, device):
-    """A matrix gets the same bits alone, in a batch and among other entries."""
     updates = draw([(6, 70, 90)], torch.float16, seed=1, device=device)[0]
     params = draw([(6, 70, 90)], torch.float32, seed=0, device=device)[0]
     second = draw([(6, 1, 90)], torch.float32, seed=2, positive=True, device=device)[0]
@@ -96,10 +95,7 @@ def test_a_nan_second_moment_stays_and_spreads_over_its_matrix(run, device, kept
     "const double square = static_cast<float>(means[i]) *",
 )
 def test_mean_squares_are_added_in_double_precision(run, device):
-    """On a CPU the norm behind the scales is exact to float32's last bit, as in float64.
-
-    From moments of 0 and with beta2 = 0 the new moments are the mean squares themselves.
-    """
+    """From moments of 0 with beta2 = 0 the new ones are the mean squares, exact on a CPU."""
     shape = (512, 2, 33)
     updates = draw([shape], torch.float32, seed=1, device=device)
     params, second = torch.zeros(shape, device=device), torch.zeros(512, 2, 1, device=device)
@@ -222,14 +218,12 @@ def test_adamw_keeps_small_values(kernels, device, beta, kind):
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_adamw_without_memory_takes_the_gradient(kernels, device, kind):
-    """beta = 0: the averages are the gradient and its square, bit for bit."""
     beta = torch.zeros((), device=device) if kind == "tensor" else 0.0
     found = adamw_averages(kernels, OLD, GIVEN, (beta, beta), device)
     torch.testing.assert_close(found, (GIVEN, GIVEN * GIVEN), rtol=0, atol=0)
 
 
 def test_adamw_on_the_reference_path(kernels, device):
-    """float64 parameters over float64 averages: the same form in plain torch."""
     old, given = OLD.double(), GIVEN.double()
     first, second = adamw_averages(kernels, old, given, (0.0, 0.0), device)
     torch.testing.assert_close((first, second), (given, given * given), rtol=0, atol=0)
@@ -301,7 +295,6 @@ rounding = module_fixture("reference.rounding")
     ],
 )
 def test_philox_is_random123s(rounding, counter, key, expected):
-    """The known answers that the authors publish with Random123."""
     words = rounding.philox(tuple(torch.tensor([word]) for word in counter), key)
     assert tuple(word.item() for word in words) == expected
 

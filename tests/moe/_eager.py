@@ -128,10 +128,7 @@ def product(moe, problem: Problem, leaves: dict, ids: Tensor, weight=None, **opt
 
 
 def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **options) -> dict:
-    """The arguments of `parallel_linear_lora` for a problem whose ids are all experts.
-
-    The slots (T k,) of an expert may come in any order: backwards, unless they are given.
-    """
+    """The arguments of `parallel_linear_lora`; slots of an expert may come in any order."""
     seen, flat = problem.views(leaves), ids.reshape(-1)
     if slots is None:
         slots = flat.numel() - 1 - torch.argsort(flat.flip(0), stable=True)
@@ -153,11 +150,7 @@ def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **opti
 
 
 def eager(problem: Problem, leaves: dict, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product by one expert after the other, all operands in `dtype`, on autograd.
-
-    float64 forms W + s B A as the definition says; a narrow dtype takes the two small products,
-    which is the more accurate of the two ways a user has.
-    """
+    """Expert by expert in `dtype`: float64 forms W + s B A, a narrow one two small products."""
     seen = problem.views(leaves)
     op = {name: None if value is None else value.to(dtype) for name, value in seen.items()}
     flat = ids.reshape(-1)
@@ -300,11 +293,7 @@ def eager_activation(problem: LayerProblem, wide: Tensor) -> Tensor:
 def eager_layer(
     problem: LayerProblem, leaves: dict[str, Tensor], ids: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Expert after expert, everything in `dtype`, on autograd.
-
-    float64 forms W + s B A; a narrow dtype takes the two small products, the more accurate of the
-    two ways that a user has.
-    """
+    """The same of a whole layer, by `eager`'s rule."""
     op = {name: value.to(dtype) for name, value in leaves.items()}
 
     def project(x: Tensor, target: str, expert: int) -> Tensor:
@@ -344,11 +333,7 @@ def gradients(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str,
 def assert_layer_close_to_eager(
     moe, device, problem, factor=1.5, seed=0, call=None, floor=None
 ) -> None:
-    """Each error against float64 is at most `factor` times that of eager torch in the dtype.
-
-    `call(layer, x, ids, gates)` runs the layer; default: plainly. Up to `floor`, the dtype's of
-    `FLOOR` by default, an error counts as eager's luck.
-    """
+    """Each error is at most `factor` times eager's in the dtype, or `floor`, which is luck."""
     floor = FLOOR[problem.dtype] if floor is None else floor
     layer = problem.module(moe, device, seed)
     x, gates, grad = problem.inputs(device, seed)

@@ -1,7 +1,4 @@
-"""What autograd may expect of grouped_lora_linear: repeats, frozen parts, saved tensors, graphs.
-
-Under autocast it does what torch.nn.functional.linear does; forward mode is refused.
-"""
+"""What autograd may expect of grouped_lora_linear: repeats, frozen parts, saved tensors, graphs."""
 
 import dataclasses
 import functools
@@ -46,7 +43,6 @@ def test_second_order_raises(product, device):
 
 @pytest.mark.parametrize("kept", [*NAMES, ("lora_a", "lora_b"), ("x", "gates")], ids=str)
 def test_each_gradient_alone_has_the_bits_it_has_among_all(product, device, kept):
-    """Any subset may be frozen; what is asked for does not change."""
     kept = (kept,) if isinstance(kept, str) else kept
     leaves, ids = FULL.inputs(device), FULL.ids(device)
     grad = torch.randn(FULL.grad_shape(), device=device)
@@ -105,7 +101,6 @@ def test_gradients_arrive_in_the_parameters_memory_order(product, device):
 
 @pytest.mark.sees_defect("A and B are copied contiguous in every call")
 def test_strided_operands(product, device):
-    """Elements two apart, columns first, an expanded gradient; BLAS may sum in another order."""
     problem = dataclasses.replace(FULL, peft=False)
     leaves, ids = problem.inputs(device), problem.ids(device)
     wanted = [leaves[name] for name in NAMES]
@@ -126,7 +121,6 @@ def test_strided_operands(product, device):
 
 
 def test_gradcheck(product, device):
-    """Numerical derivatives in float64, of all six operands at once."""
     problem = Problem(4, experts=3, k=5, n=4, rank=2, bias=True, gates=True, dtype=torch.float64)
     problem = dataclasses.replace(problem, lora_dtype=torch.float64, routing="sentinels")
     leaves, ids = problem.inputs(device), problem.ids(device, seed=3)
@@ -203,10 +197,7 @@ PROBLEMS = (
 
 
 def operands(problem, device, dtypes):
-    """Leaves of a problem in float32, x and weight with the values and the dtypes given.
-
-    All values can be had in bfloat16, so that casting them there and back loses nothing.
-    """
+    """Leaves in float32; their values can be had in bfloat16, so that casting loses nothing."""
     leaves = dataclasses.replace(problem, dtype=LOW, lora_dtype=LOW).inputs(device)
     kept = {"x": dtypes[0], "weight": dtypes[1], "bias": dtypes[1], "gates": torch.float32}
     return {

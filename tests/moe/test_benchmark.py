@@ -1,8 +1,4 @@
-"""The benchmarks of layers, of layers over 4-bit experts and of whole models, away from a GPU.
-
-At tiny size both sides compute the same, and the gate sees when they do not; names, floors and
-goals are those of the arithmetic.
-"""
+"""The benchmarks of layers, of layers over 4-bit experts and of whole models, away from a GPU."""
 
 import dataclasses
 import json
@@ -54,8 +50,7 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
 
 
 def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch, clockless):
-    """Both directions of "auto" and of the path by name, each beside the baseline; one that is
-    wrong has no time."""
+    """Beside the baseline, as "auto" has; one that is wrong has no time."""
     moe, asked = harness.moe_lora, []
 
     class Case(moe.LayerCase):
@@ -177,7 +172,6 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_gate_passes_in_other_forms(harness, opt, form):
-    """Nested absmax, gpt-oss's layout, biases and activation, and the other formats."""
     case = make_case(harness, opt, "cpu", **form)
     nested = {getattr(stack.format, "nested", False) for stack in case.packed}
     assert nested == {form.get("nested", False)}
@@ -413,8 +407,6 @@ def entry(harness):
 
 @pytest.fixture
 def pair(entry, opt):
-    """`pair("lora")` -> ours and the baseline, in float32 on the CPU."""
-
     def made(kind: str):
         sizes = tuple(SIZES.items())
         problem = entry.Problem(32, kind, "eager", layers=2, sequence=16, sizes=sizes)
@@ -487,7 +479,6 @@ def test_a_compiled_baseline_is_stepped_by_the_same_parameters(entry, pair, monk
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_the_row_of_a_case(harness, entry, pair, monkeypatch, mode) -> None:
-    """The baseline is eager in both; times are given, not taken."""
     settled = []
     times = {"ours": (4.0, 3.0), "baseline": (8.0, 6.0), "compiled baseline": (6.0, 2.0)}
     sides = pair("lora")

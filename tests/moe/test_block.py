@@ -171,7 +171,6 @@ def test_no_tokens(moe):
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_gradients(moe, norm):
-    """Through the weights, never through the choice or its correction."""
     logits = draw(5, 6).requires_grad_()
     bias = draw(1, 6, 3)[0].requires_grad_()
     options = {"n_group": 3, "topk_group": 2, "norm_topk_prob": norm}
@@ -261,7 +260,6 @@ def test_arguments_of_a_wrong_kind(moe, call, message):
 
 
 def test_router_module(moe):
-    """Logits, ids and weights; the correction is a float32 buffer that the state dict holds."""
     rule = moe.RouterRule("sigmoid", 2, n_group=4, topk_group=2, routed_scaling_factor=1.5)
     router = moe.Router(16, 8, rule, correction=True)
     assert set(router.state_dict()) == {"gate.weight", "e_score_correction_bias"}
@@ -280,7 +278,6 @@ HIDDEN, EXPERTS, TOKENS = 16, 6, 19
 
 @pytest.fixture
 def block(moe, device):
-    """A block of every part, with random weights and LoRA on the experts, in float64."""
     torch.manual_seed(0)
     wide = {"device": device, "dtype": torch.float64}
     rule = moe.RouterRule("sigmoid", 2, n_group=3, topk_group=2, routed_scaling_factor=1.5)

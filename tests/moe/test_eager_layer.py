@@ -1,7 +1,4 @@
-"""The layer as one autograd node: its operands' order and its gradients, through the interpreter.
-
-The op of the compiled graph says what it must give, bit for bit. On a GPU also: launches that are
-played again, and 4-bit experts on the compiled product: bits, what may change, memory, capture."""
+"""The layer as one autograd node: operands' order and gradients, launches played again."""
 
 import contextlib
 import dataclasses

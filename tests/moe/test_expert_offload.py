@@ -1,7 +1,4 @@
-"""ExpertOffload: the same bits from host memory, two layers at a time, in the order of use.
-
-On a GPU memory is freed, copies run beside the products, and nothing waits.
-"""
+"""ExpertOffload: the same bits from host memory, two layers at a time, in the order of use."""
 
 import copy
 import pickle
@@ -54,7 +51,6 @@ def batch(device) -> torch.Tensor:
 
 
 def step(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor]:
-    """The output and the gradients of one training step."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = model(x, **options)
@@ -144,7 +140,6 @@ def test_what_fits_is_fetched_once(opt, device, layers):
 
 
 def test_on_and_off_at_any_time(opt, device, model):
-    """Between forward and backward, too: backward finds the experts where they are."""
     x = batch(device)
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)

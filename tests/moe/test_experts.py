@@ -1,7 +1,4 @@
-"""moe.Experts against eager experts in float64, in its output and in every gradient.
-
-And what training does with a layer beyond one forward and one backward. On a GPU also: CUDA graphs,
-memory, compiled code."""
+"""moe.Experts against eager experts in float64, in its output and in every gradient."""
 
 import contextlib
 import dataclasses
@@ -41,10 +38,7 @@ PROBLEMS = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_error_against_float64(moe, device, problem, dtype):
-    """LoRA in float32 over every dtype of the experts, which is what PEFT makes.
-
-    96 tokens: the gates' gradient has so few elements that its error is drawn by lot.
-    """
+    """LoRA in float32 over any dtype; of 96 tokens, so that no gradient's error is drawn by lot."""
     assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
 
 
@@ -71,8 +65,6 @@ def test_router_weights_of_any_dtype(moe, device, dtype, backend):
 
 
 def test_path_by_name(moe, device):
-    """Every stage takes it."""
-
     def named(layer, *inputs):
         layer.backend = "triton"
         return layer(*inputs)
@@ -99,7 +91,6 @@ def test_what_is_no_path_of_dense_experts(moe, device, backend, reason):
 @pytest.mark.parametrize("tokens", [0, 1, 2, 30])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(moe, device, routing, tokens):
-    """Experts without tokens, one with all, sentinels, no token at all."""
     problem = LayerProblem(tokens, experts=6, bias=True, train_base=True, routing=routing)
     assert_layer_close_to_eager(moe, device, problem)
 
@@ -169,11 +160,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("leading", [(21,), (3, 7), (7, 1, 3)], ids=str)
 @pytest.mark.parametrize("strides", STRIDES)
 def test_leading_shapes_and_strides(moe, device, leading, strides):
-    """Any leading shape and strides of the three inputs, with the bits of contiguous (T, ...).
-
-    On a GPU a compiled kernel sums the gates' gradient in the order of its threads, which follows
-    the strides that it is compiled for: the same numbers to float32's last digits.
-    """
+    """The bits of (T, ...); on a GPU a kernel sums the gates' gradient in threads' order."""
 
     layer, x, ids, gates, grad = LayerProblem().drawn(moe, device)
     expected = layer(x, ids, gates)
@@ -269,10 +256,7 @@ def test_shapes_alone(moe):
 
 
 def test_a_function_of_your_own_between_the_projections(moe, device):
-    """What has no name is called as it is, on the whole gate_up output.
-
-    torch rounds silu before the product with up; a fused activation on a GPU need not.
-    """
+    """Called on the whole gate_up output; torch rounds silu before the product with up."""
     layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     expected = layer(x, ids, gates)
     seen = []
@@ -349,10 +333,7 @@ def test_wrong_sizes(moe):
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph(moe, device):
-    """Forward and backward are captured once; replays follow new tokens and a new routing.
-
-    The routings differ in which experts get tokens, so a captured host decision would show.
-    """
+    """Routings differ in which experts get tokens, so a captured host decision would show."""
     problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -459,7 +440,6 @@ def test_compiled_by_inductor(moe, device, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(256, 2048, 512, 8), (64, 2048, 1024, 8), (8, 4096, 14336, 2)])
 def test_real_sizes(moe, device, sizes):
-    """One layer of Qwen3.5-35B-A3B, OLMoE-1B-7B and Mixtral-8x7B over 512 tokens, in bfloat16."""
     experts, hidden, intermediate, top_k = sizes
     torch.manual_seed(0)
     layer = moe.Experts(experts, hidden, intermediate, device=device, dtype=torch.bfloat16)
@@ -484,7 +464,6 @@ def test_real_sizes(moe, device, sizes):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing(moe, device, use_reentrant):
-    """Forward runs twice, once without a graph; outputs and gradients keep their bits."""
     problem = LayerProblem(bias=True, train_base=True, routing="sentinels")
     results = []
     for recompute in (False, True):
@@ -509,11 +488,7 @@ def test_backward_twice_over_one_graph(moe, device):
 
 
 def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
-    """Of the weights only themselves are kept, and never the (T k, H) output of the experts.
-
-    A copy of a stack per layer would undo quantization and cost its size in memory; the expanded
-    output is not needed, since the gradient of the gates follows from that of the hidden rows.
-    """
+    """Of the weights only themselves, and never the (T k, H) output, which no gradient needs."""
     problem = LayerProblem(tokens=50, hidden=24, intermediate=20, bias=True)
     layer, x, ids, gates, _ = problem.drawn(moe, device)
     kept: list[torch.Tensor] = []
@@ -536,7 +511,6 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
 
 @pytest.mark.parametrize("leaf", ["x", "gates", "lora_A", "lora_B"])
 def test_second_order_raises(moe, device, leaf):
-    """Through every first derivative: an error, never a wrong or a missing number."""
     layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     down = layer.expert_lora["down"]
     leaves = {"x": x, "gates": gates}
@@ -549,7 +523,6 @@ def test_second_order_raises(moe, device, leaf):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_graph_breaks(moe, device, dynamic):
-    """The whole layer is one graph, and gives what eager experts give, gradients included."""
     torch._dynamo.reset()
     problem = LayerProblem(bias=True, routing="sentinels")
 
@@ -598,7 +571,6 @@ def test_moving_to_a_dtype_moves_lora_too(moe, device):
 
 @pytest.mark.sees_defect("LoRA held as plain attributes is in no state dict")
 def test_state_dict_names_and_round_trip(moe, device, tmp_path):
-    """Keys and shapes are a format: base as in transformers, LoRA as in PEFT."""
     problem = LayerProblem(bias=True, rank=3, rank_down=2)
     layer = problem.module(moe, device)
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}

@@ -1,7 +1,4 @@
-"""grouped_lora_linear and parallel_linear_lora against eager experts in float64, on every path.
-
-Wrong arguments raise before any launch. On a GPU also: real shapes, capture, memory.
-"""
+"""grouped_lora_linear and parallel_linear_lora against eager experts in float64, on every path."""
 
 import dataclasses
 import functools
@@ -22,11 +19,7 @@ FLOOR = {torch.float32: 5e-7, torch.bfloat16: 1e-3, torch.float16: 1.3e-4}
 
 
 def usual_sizes(problem, leaves, ids, grad) -> dict[str, float]:
-    """The norm of every result if the signs of its terms were drawn: the root of their squares.
-
-    Results are linear in each operand, so operands squared give sums of squares. Where a result of
-    few elements is far smaller, its terms cancelled, and their rounding errors did not.
-    """
+    """The norm of every result if the signs of its terms were drawn: of operands squared."""
     squares = {name: x if x is None else x.detach().double() ** 2 for name, x in leaves.items()}
     squares = {name: x if x is None else x.requires_grad_() for name, x in squares.items()}
     squared = dataclasses.replace(problem, scaling=problem.scaling**2)
@@ -36,11 +29,7 @@ def usual_sizes(problem, leaves, ids, grad) -> dict[str, float]:
 
 
 def assert_close_to_eager(problem, run, device, backend="auto", factor=1.5, seed=0) -> None:
-    """Each error is at most `factor` times eager's in the same dtype.
-
-    The floor is about half of the dtype's rounding error (four units for float32's sums) of a
-    result of the usual size, for results of so few elements that eager is lucky, or that cancel.
-    """
+    """Each error is at most `factor` times eager's, or half a rounding of the usual size."""
     ids = problem.ids(device, seed)
     leaves = problem.inputs(device, seed)
     generator = torch.Generator().manual_seed(seed + 2)
@@ -102,7 +91,6 @@ ROUTINGS = ("random", "one", "no-ends", "gap", "sentinels", "all-sentinels")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("gates", [False, True])
 def test_routings(run, device, routing, tokens, gates):
-    """Experts without rows, one with all, sentinels, no token at all; gradients included."""
     problem = Problem(tokens, top_k=2, experts=6, gates=gates, bias=True, routing=routing)
     assert_close_to_eager(problem, run, device)
 

@@ -286,7 +286,6 @@ def test_switching_between_adapters(moe, device, layer):
 
 @pytest.mark.parametrize("keep_on", [None, "cpu"])
 def test_merged_layer(moe, device, layer, keep_on):
-    """The same output without LoRA's work, and the exact weights afterwards."""
     base = {name: p.clone() for name, p in layer.named_parameters(recurse=False)}
     expected = layer.call()
     layer.merge(keep_on=keep_on)

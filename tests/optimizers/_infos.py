@@ -211,10 +211,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def make(opt, name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
-    """The class over torch's kind of `params`: matrices for Muon, the rest for AdamW.
-
-    Muon takes the options as arguments, MuonAdamW in its groups but for flags of torch's.
-    """
+    """The class over torch's kind of `params`: matrices for Muon, the rest for AdamW."""
     if isinstance(params, Tensor):
         return getattr(opt, name)(params)
     groups = list(_groups(list(params)))

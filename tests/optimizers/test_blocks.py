@@ -14,10 +14,7 @@ FUSED = {"kind": "muon", "lr": 0.05, "weight_decay": 0.2}  # every feature of th
 
 
 def compare_with_separate(opt, param, pieces, shapes, beta2=0.95, **options):
-    """A cut parameter moves like parameters of their own that start from its pieces.
-
-    `pieces(t)` cuts a tensor like the parameter into the separate matrices, of these `shapes`.
-    """
+    """A cut parameter moves like parameters of `shapes`, its `pieces`."""
     group = {**FUSED, "params": [("experts.w", param)], "beta2": beta2, **options}
     fused = opt.MuonAdamW([group])
     starts = zip(pieces(param), shapes, strict=True)
@@ -299,10 +296,7 @@ def test_cuts_that_do_not_fit(opt, options, message) -> None:
 def test_an_expert_key_that_names_nothing_is_said(
     opt, submodule, device, caplog, keys, missing, flatten
 ) -> None:
-    """With flatten=True a typing mistake would orthogonalize a whole stack as one matrix.
-
-    A key of all groups need not name something in each of them.
-    """
+    """With flatten=True a typing mistake would orthogonalize a whole stack as one matrix."""
     stack, plain, other = parameters([(3, 4, 5), (4, 4), (4, 4)], device=device)
     say_once = submodule("dispatch").say_once
 

@@ -1,7 +1,4 @@
-"""A step that fails: all as it was where it had not begun to write, else refused until loading.
-
-Rare events that long random runs found are survived, also by a resumed run.
-"""
+"""A step that fails: all as it was where it had not begun to write, else refused until loading."""
 
 import copy
 import pickle
@@ -85,7 +82,6 @@ def ways_to_save(opt, optimizer, folder) -> dict[str, Callable[[], object]]:
 def test_a_failed_step_is_remembered(
     opt, submodule, device, name, offload, monkeypatch, tmp_path
 ) -> None:
-    """Neither a step nor any way of saving goes on, until state is loaded; then the run does."""
     failure = FAILURES[name]
     for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)

@@ -1,7 +1,4 @@
-"""What the host does for a step, counted: time itself says little on a machine that others share.
-
-torch.compile around a step leaves it as it is, without tracing and without recompiling.
-"""
+"""What the host does for a step, counted: time says little on a machine that others share."""
 
 import sys
 from contextlib import contextmanager

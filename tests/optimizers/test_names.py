@@ -1,7 +1,4 @@
-"""Names, signatures, defaults and documented arguments, and what is logged of other meanings.
-
-The names for many ranks are tried with one rank.
-"""
+"""Names, signatures, defaults and documented arguments, and what is logged of other meanings."""
 
 import inspect
 import re
@@ -125,7 +122,6 @@ def test_a_saved_none_is_no_scaling(opt) -> None:
     ids=["name", "one row", "rows"],
 )
 def test_coefficients(opt, device, coefficients) -> None:
-    """A name, one row for all steps, or a row per step: the bits of `newton_schulz`."""
     one, other = parameters([(16, 8)], device=device), parameters([(16, 8)], device=device)
     optimizer = opt.Muon(one, ns_coefficients=coefficients)
     train(optimizer, one, 3)
@@ -211,7 +207,6 @@ SHAPES = [(6, 4), (4, 6), (5,)]
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """An initialised gloo group of one process."""
     store = distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield distributed.group.WORLD

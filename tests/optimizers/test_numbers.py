@@ -57,10 +57,7 @@ def test_a_step_never_waits_for_the_device(opt, device, name) -> None:
 )
 @CLASSES
 def test_the_device_is_the_parameters(opt, device, name) -> None:
-    """Nothing is made on torch's default device, at construction or in a step.
-
-    A tensor made without naming a device would be a meta tensor here and fail or lose its values.
-    """
+    """A tensor made without naming a device would be a meta tensor here and lose its values."""
     shapes = [(6, 4), (3, 8), (6, 4), (5,)]
     params, twins = parameters(shapes, device=device), parameters(shapes, device=device)
     grads = [[g.clone() for g in (p.grad for p in params)] for _ in range(3)]
@@ -108,7 +105,6 @@ def test_structural_options_may_change_between_steps(opt, device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @CLASSES
 def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> None:
-    """One step equals the float32 step, rounded to the parameter's dtype once."""
     params = parameters([(16, 8), (16, 8)], dtype=dtype, device=device)
     exact = [nn.Parameter(param.detach().float()) for param in params]
     for param, wide in zip(params, exact, strict=True):
@@ -211,7 +207,6 @@ def test_there_is_one_of_every_scheduler() -> None:
 @by_scheduler
 @by_class()
 def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
-    """Every rate of every group, as with SGD, and the loss falls."""
     problem = LeastSquares(device)
     optimizer = make(opt, name, groups_of(problem))
     twin = sgd_twin()
@@ -284,11 +279,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
 @pytest.mark.parametrize("schedule", CYCLING)
 @by_class()
 def test_a_cycled_momentum_is_that_of_every_group(opt, device, name, schedule) -> None:
-    """OneCycleLR and CyclicLR cycle momentum in Muon groups and beta1 in AdamW groups.
-
-    They decide by `defaults` for all groups at once, and by default they do cycle. A step must use
-    the value: the run equals one whose options are set by hand.
-    """
+    """By default OneCycleLR and CyclicLR cycle momentum in Muon groups, beta1 in AdamW's."""
     problem, by_hand = LeastSquares(device), LeastSquares(device)
     optimizer = make(opt, name, groups_of(problem))
     manual = make(opt, name, groups_of(by_hand))

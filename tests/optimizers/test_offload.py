@@ -1,7 +1,4 @@
-"""CPU offload: no bit of a run changes, state travels batch by batch, and everything else works.
-
-On a GPU also: memory is freed, transfers run beside the step, a capture is refused.
-"""
+"""CPU offload: no bit of a run changes, state travels batch by batch, and everything else works."""
 
 import copy
 import gc
@@ -26,7 +23,6 @@ def travelling(optimizer):
 
 
 def assert_same_values(one, other) -> None:
-    """Parameters and state, wherever the state is."""
     for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
         assert_all_same_bits(mine["params"], theirs["params"])
     one, other = one.state_dict()["state"], other.state_dict()["state"]
@@ -176,10 +172,7 @@ def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypa
 
 @pytest.mark.parametrize("none_grad", [False, True])
 def test_a_large_table_travels_by_rows(opt, submodule, device, none_grad, monkeypatch) -> None:
-    """AdamW on parts of a parameter: the same bits, one step counted, the gradient kept to the end.
-
-    The last part is shorter, and shares its batch with the next parameter.
-    """
+    """One step counted, the gradient kept to the end; the last part shares its batch."""
     monkeypatch.setattr(submodule("optimizers.state.in_host_memory"), "BATCH_BYTES", 32 * 12 * 8)
     runs = []
     for offload in (False, True):

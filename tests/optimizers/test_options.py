@@ -1,8 +1,4 @@
-"""Options that change after construction, and numbers of other libraries: taken or refused.
-
-They are checked at the next step, before anything is written. Ranks tell each other of them in
-words that say whether values mean the same.
-"""
+"""Options that change after construction, and numbers of other libraries: taken or refused."""
 
 import copy
 import enum
@@ -62,11 +58,7 @@ CHANGED += [
 def test_a_wrong_option_stops_the_step_before_any_write(
     opt, device, name, number, option, value, error, message
 ) -> None:
-    """Parameters, gradients and state are what they were, and the step works once it is repaired.
-
-    The matrices are of several shapes, so that a rule that fails for one of them fails too late if
-    it is called batch by batch.
-    """
+    """Of several shapes: a rule that fails for one would fail too late batch by batch."""
     params = parameters([(6, 4), (4, 6), (5,), (3,)], device=device)
     optimizer = both(opt, params, none_grad=True)[name]()
     optimizer.step()
@@ -111,7 +103,6 @@ def test_a_list_set_later_is_taken_as_in_the_constructor(opt, device) -> None:
 
 
 def test_options_are_checked_only_when_they_change(opt, submodule, device, monkeypatch) -> None:
-    """The host time of a step: one comparison per group."""
     params = parameters([(6, 4), (5,)], device=device)
     optimizer = both(opt, params)["Muon"]()
     options = submodule("optimizers.groups.options")

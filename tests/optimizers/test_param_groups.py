@@ -263,7 +263,6 @@ def test_default_is_muon(opt, name, shape, expected) -> None:
 
 
 def fused() -> nn.Module:
-    """Fused projections as models of transformers have them, four heads and two of keys."""
     attention = nn.ModuleDict({"qkv_proj": nn.Linear(8, 16, bias=False)})
     attention.num_heads, attention.num_key_value_heads, attention.head_dim = 4, 2, 2
     stacks = {"gate_up_proj": torch.randn(3, 12, 8), "down_proj": torch.randn(3, 8, 6)}

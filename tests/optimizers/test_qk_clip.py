@@ -1,7 +1,4 @@
-"""QK-clip: exact for shared key heads, safe for strange logits, on the device, on any rows.
-
-Wrong configurations are refused at construction, wrong logits before anything is written.
-"""
+"""QK-clip: exact for shared key heads, safe for strange logits, on the device, on any rows."""
 
 import copy
 import math
@@ -72,7 +69,6 @@ def clipped(opt, device, config, rows, logits, *, name="Muon"):
 
 @CLASSES
 def test_one_query_head_per_key_head(opt, device, name) -> None:
-    """Both take sqrt(gamma)."""
     rows, logits = {"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, [5.0, 40.0, 11.0]
     *both, value = clipped(opt, device, MHA, rows, logits, name=name)
     for old, new in both:
@@ -93,10 +89,7 @@ def test_one_query_head_per_key_head(opt, device, name) -> None:
 )
 @CLASSES
 def test_shared_key_heads_are_exact(opt, device, name, logits) -> None:
-    """Motif gives the key head min sqrt(gamma) and each query head its own: over-clipped.
-
-    One broken head does not spoil the others that share its key head.
-    """
+    """Motif over-clips: the key head min sqrt(gamma), each query head its own."""
     found = clipped(opt, device, GQA, {"wq": 6 * D, "wk": 2 * D}, logits, name=name)
     query, key = (heads(old, new, D) for old, new in found)
     scales = [*map(gamma, logits)]
@@ -146,7 +139,6 @@ STRANGE = [NAN, INF, -INF, 0.0, -50.0, T, 3.4e38]
 
 @pytest.mark.sees_defect("an infinite logit zeroes its head")
 def test_strange_logits(opt, device) -> None:
-    """NaN, inf, zero and negative maxima clip nothing; a huge finite one does."""
     count = len(STRANGE)
     config = MHA | {"q_indices": range(count), "k_indices": range(count)}
     rows = {"wq": count * D, "wk": count * D}

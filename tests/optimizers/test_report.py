@@ -99,7 +99,6 @@ def fields(line: str) -> dict[str, str]:
 def test_report_says_who_computes_with_what_and_at_which_cost(
     opt, submodule, device, dtype
 ) -> None:
-    """Bytes and time counted by hand: gradient, buffer, direction, parameter, moments."""
     params = parameters([(8, 16), (40,)], dtype=dtype, device=device)
     optimizer = opt.Muon(marked(params, 1))
     optimizer.step()

@@ -98,7 +98,6 @@ def test_state_is_made_for_all_parameters_at_once(opt, device, make, dtype) -> N
 
 
 def test_shapes_of_the_second_moment(opt, device) -> None:
-    """(r, 1) if r >= c else (1, c), one per parameter, whatever the group holds."""
     params = parameters([(6, 4), (4, 6), (5, 5), (8, 3, 2, 2)], device=device)
     optimizer = opt.Muon(params, beta2=0.9)
     optimizer.step()
@@ -332,7 +331,6 @@ def test_statistics_that_were_switched_off_do_not_stop_loading(opt, device) -> N
 
 @MAKERS
 def test_state_made_in_inference_mode_can_be_stepped(opt, device, make) -> None:
-    """Constructed, loaded and given new state there; the tensors are ordinary ones."""
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     with torch.inference_mode():
         optimizer = make(opt, params)

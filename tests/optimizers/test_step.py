@@ -53,7 +53,6 @@ def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> Non
 @pytest.mark.parametrize("none_grad", [True, False])
 @CLASSES
 def test_none_grad_means_the_same_on_every_path(opt, device, name, none_grad) -> None:
-    """Matrices, experts and AdamW parameters alike."""
     params = parameters([(3, 4, 5), (4, 4), (5,), (5, 5)], device=device)
     groups = [
         {"params": params[:2], "names": ["experts.w", "a"], "expert_keys": ["experts"]},
@@ -91,7 +90,6 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
 @pytest.mark.sees_defect("step() takes no closure")
 @CLASSES
 def test_closure(opt, device, name) -> None:
-    """Called once under enable_grad before gradients are read; its loss is returned."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     optimizer.zero_grad()

@@ -93,7 +93,6 @@ def test_a_loop_and_a_batch_agree(opt, device, name, entry) -> None:
 
 @by_class()
 def test_rates_and_decays_of_groups(opt, device, name) -> None:
-    """Each group has its own; what a group leaves out is that of the constructor."""
     params = parameters([(10, 5), (10, 5), (5,), (5,)], device=device)
     twins = parameters([(10, 5), (10, 5), (5,), (5,)], device=device)
     own = [{}, {"lr": 0.03, "weight_decay": 0.2}, {}, {"lr": 0.04, "weight_decay": 0.3}]
@@ -112,7 +111,6 @@ def test_rates_and_decays_of_groups(opt, device, name) -> None:
 
 @by_class()
 def test_mixed_devices_and_dtypes(opt, device, name) -> None:
-    """Every parameter moves as if it were alone."""
     places = sorted({device.type, "cpu"})
     kinds = itertools.product(places, [torch.float16, torch.bfloat16, torch.float32, torch.float64])
     params, twins = [], []
@@ -248,7 +246,6 @@ def test_a_grad_scaler_scales_and_skips(opt, device, name) -> None:
 
 
 def stepped(opt, device, name, **options):
-    """A problem and its optimizer after a few steps."""
     problem = LeastSquares(device)
     optimizer = make(opt, name, problem.params, **options)
     for _ in range(3):
@@ -275,7 +272,6 @@ def assert_equal(one, other) -> None:
 
 
 def assert_continues(problem, optimizer, other_problem, other) -> None:
-    """Both do the same from here, bit for bit."""
     for _ in range(3):
         optimizer.step(problem.loss)
         other.step(other_problem.loss)
@@ -465,7 +461,6 @@ def test_a_state_dict_may_be_an_ordered_dict(opt, device, name) -> None:
 
 @by_input()
 def test_copies_and_pickles(opt, device, name, entry) -> None:
-    """All public attributes, the options, the state and the parameters, sharing none of them."""
     for copied in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
         problem, optimizer = stepped(opt, device, name, **entry.kwargs)
         other = copied(optimizer)

@@ -147,7 +147,6 @@ def test_bfloat16_without_nesterov_keeps_its_momentum(opt, device) -> None:
     "the documentation claims an update of spectral norm lr, and 0.02 as a good default"
 )
 def test_update_has_the_promised_root_mean_square(opt, device) -> None:
-    """Documented as 0.2 lr (not as spectral norm lr)."""
     (param,) = parameters([(64, 256)], device=device)
     before = param.detach().clone()
     opt.Muon([param], lr=0.01, weight_decay=0.0).step()

@@ -55,10 +55,7 @@ def schedule(opt, method: str, steps: int = 5) -> tuple:
 def exact(
     opt, module, x: torch.Tensor, method: str, steps: int = 5, *, dtype=None, iterate_dtype=None
 ) -> torch.Tensor:
-    """x (..., m, n) in float64 after the iteration that `method` is for its shape and dtype.
-
-    By the references; `module` gives a module of the package by its name.
-    """
+    """x (..., m, n) in float64 after the iteration that `method` is for its shape and dtype."""
     m, n = x.shape[-2:]
     picked = module("orthogonalize.choose").choose(
         m,

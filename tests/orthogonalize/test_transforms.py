@@ -70,7 +70,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("module", OPTIONS)
 def test_opcheck(submodule, device, module) -> None:
-    """Schema, fake implementation and functionalization of the registered ops."""
     op = getattr(submodule("_ops").ops, module).default
     x, out = torch.randn(2, 4, 6, device=device), torch.empty(2, 4, 6, device=device)
     torch.library.opcheck(op, (x, out, *OPTIONS[module], torch.float32))
@@ -229,7 +228,6 @@ class Recorded:
 
 @pytest.fixture
 def called(submodule, monkeypatch) -> list[str]:
-    """The iterations that are called as ops."""
     called: list[str] = []
     for name in set(REGISTERED_METHODS.values()):
         module = submodule(f"orthogonalize.{name}")

@@ -48,7 +48,6 @@ def draw(
     scale: float = 1.0,
     strided: bool = True,
 ) -> Tensor:
-    """Normal numbers in any memory order."""
     numbers = torch.Generator().manual_seed(generator.randrange(2**31))
     x = (torch.randn(tuple(shape), generator=numbers, dtype=torch.float64) * scale).to(dtype)
     return restrided(generator, x) if strided else x

@@ -44,10 +44,7 @@ class Package:
 
 
 def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Enter a function that makes the arguments of a public function, by its name in the package.
-
-    It returns them alone, with the check of a result, with that and another function; or a call.
-    """
+    """Enter a maker of arguments of a public function, with a check of the result, or of a call."""
 
     def entered(made: Callable[..., Made]) -> Callable[..., Made]:
         def make(package: Package, generator: random.Random) -> Call:
@@ -65,15 +62,11 @@ def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[
 
 
 def drawn(generator: random.Random, **choices: list[Any]) -> dict[str, Any]:
-    """One of the values of each argument."""
     return {name: generator.choice(values) for name, values in choices.items()}
 
 
 def close(found: Tensor, expected: Tensor, slack: float, *terms: Tensor) -> None:
-    """The norm of the difference is at most slack of that of what is expected, or of its terms.
-
-    Of a difference that cancels, the rounding is that of its terms.
-    """
+    """The norm of the difference is at most slack of that of what is expected, or of its terms."""
     if found.shape != expected.shape:
         raise DifferenceError(f"shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     found, expected = found.detach().double(), expected.detach().double()
@@ -454,7 +447,6 @@ def distributed_config(package: Package, generator: random.Random) -> Made:
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
-    """An optimizer after one step."""
     source, front = Source(generator), generator.choice(["Muon", "MuonAdamW"])
     given = [source.group(muon=True), source.group(muon=False)]
     given[0].options["adjust_lr_fn"] = "original"

@@ -83,7 +83,6 @@ def held(call: Call, names: Any) -> dict[str, bytes]:
 
 
 def spoil(call: Call, generator: random.Random) -> None:
-    """Change one or two arguments."""
     names = [name for name in call.arguments if name not in call.exact]
     for name in generator.sample(names, min(len(names), generator.choice([1, 1, 2]))):
         call.arguments[name] = spoiled(generator, call.arguments[name])
@@ -163,7 +162,6 @@ def _assert_kept(call: Call, before: dict[str, bytes], after: dict[str, bytes], 
 
 
 def shown(value: Any) -> str:
-    """An argument, short."""
     if isinstance(value, Tensor):
         grad = ", grad" if value.requires_grad else ""
         strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
@@ -206,7 +204,6 @@ def play_one(package: Package, number: int, only: str | None) -> tuple[str, str,
 
 
 def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any]:
-    """The calls with these numbers."""
     _, most = held_before = resource.getrlimit(resource.RLIMIT_AS)
     said_before = logging.root.manager.disable
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))

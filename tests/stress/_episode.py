@@ -39,8 +39,6 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step should leave behind."""
-
     value: Tensor  # float64, before it is rounded to the parameter's dtype
     slack: Tensor | float  # what the iteration's dtype may change
     state: dict[str, Tensor]
@@ -151,7 +149,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def rates(options: dict[str, Any], m: int, n: int) -> tuple[float, float]:
-    """(learning rate, decay) of a matrix."""
     lr, rule = number(options["lr"]), options["adjust_lr_fn"]
     factor = {
         "none": 1.0,

@@ -330,7 +330,6 @@ def _locked(optimizer: Any) -> bool:
 
 
 def _assert_locked(episode: Episode, what: str) -> None:
-    """After half a step only loading goes on."""
     optimizer = episode.run.optimizer
     for call, action in {
         "step": optimizer.step,

@@ -350,8 +350,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run held at a time."""
-
     tensors: dict[str, Tensor]
     grads: dict[str, Tensor | None]
     groups: list[dict[str, Any]]

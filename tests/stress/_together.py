@@ -1,8 +1,4 @@
-"""The soak over several ranks: every rank plays the same episode and compares it with a twin.
-
-The twin is the optimizer of one process over whole parameters, on every rank. Its bits are those of
-the ranks together, wherever the parameters are.
-"""
+"""The soak over several ranks: every rank plays the same episode and compares it with a twin."""
 
 from __future__ import annotations
 
@@ -410,7 +406,6 @@ def not_a_number(episode: Together) -> None:
 
 
 def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
-    """One episode on this rank."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how it gathers
     torch.distributed.barrier()
     return Together(opt, seed).play(steps)

@@ -28,10 +28,7 @@ class Workers:
     def run(
         self, function: Callable[..., Any], *arguments: Any, limit: float
     ) -> list[tuple[str, Any]]:
-        """Per process ("done", result), ("difference", traceback), ("crash", how) or ("hang", …).
-
-        A process that waits for one that crashed is no hang of its own.
-        """
+        """Per process ("done", result), ("difference", text), ("crash", how) or ("hang", how)."""
         if self.ranks is None or not self.ranks.alive:
             self.close()
             os.environ.setdefault("TRITON_INTERPRET", "1")  # the processes take it over

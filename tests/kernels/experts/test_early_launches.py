@@ -72,10 +72,7 @@ def test_copies_end_after_their_predecessor(launches):
 
 @pytest.mark.parametrize("kernel", ["_gated_forward", "_gated_backward", "_grouped_product"])
 def test_products_wait_before_they_load_the_intermediates(launches, kernel):
-    """Loaded ahead: a wait for programs of the first wave and one for the others. No store before.
-
-    Behind a wait lie the loads of x A^T and of B (of dY B and of A).
-    """
+    """Two waits where loads come ahead: for programs of the first wave, and for the others."""
     for order in early(launches["ahead"], kernel):
         first, second = (n for n, what in enumerate(order) if what == "wait")
         assert "load" in order[first:second]

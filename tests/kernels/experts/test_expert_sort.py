@@ -26,7 +26,6 @@ def by_hand(ids: list[list[int]], experts: int, tile_rows: int):
 
 
 def parts(order) -> tuple[torch.Tensor, ...]:
-    """slots, rows, offsets and tiles."""
     return order.slots, order.rows, order.offsets, order.tiles
 
 

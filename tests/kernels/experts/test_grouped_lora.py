@@ -122,7 +122,6 @@ def test_no_kernel_uses_atomics(submodule):
 
 @pytest.fixture
 def calls(submodule, begun):
-    """Names of the launches on the Triton path, in order."""
     module = submodule("kernels.experts.grouped_launch_triton")
     return begun(module, "low_rank", "grouped_product", "expert_products")
 
@@ -282,7 +281,6 @@ launch = module_fixture("kernels.experts.grouped_launch_triton")
 
 @pytest.fixture
 def reordered(launch, watch):
-    """Shapes of the factors that are reordered, in order."""
     return watch(launch, "reorder", lambda _, source, target: tuple(source.shape))
 
 

@@ -1,7 +1,4 @@
-"""Launch plans: what a recording takes down, played again in Python on other addresses.
-
-Kernels and streams stand in for CUDA's; moe/test_eager_layer.py has the real ones.
-"""
+"""Launch plans: what a recording takes down, played again in Python on other addresses."""
 
 from __future__ import annotations
 
