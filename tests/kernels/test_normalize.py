@@ -17,28 +17,13 @@ from ._products import (
     laid_out,
 )
 
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("exponent", (-1000, -149, 0, 127, 1000))
-def test_reference(submodule, exponent):
-    """Any finite range; zeros stay, inf and NaN make their own matrix NaN."""
-    normalize = submodule("reference.normalize").normalize
-    x = draw(5, 7, 9, dtype=torch.float64, device="cpu")
-    torch.testing.assert_close(
-        normalize(x * 2.0**exponent, PREFACTOR), exact_norms(x), rtol=1e-14, atol=0
-    )
-    x[0], x[1, 2, 3], x[2, 4, 5] = 0, torch.inf, torch.nan
-    out = normalize(x, PREFACTOR)
-    assert (out[0] == 0).all() and out[1:3].isnan().all() and out[3:].isfinite().all()
-
-
+pytestmark = pytest.mark.gpu
 FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 norm_factors = module_fixture("kernels.products.normalize", "norm_factors")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((3, 1, 1), (5, 130, 130), (2, 1025, 63), (0, 4, 4)), ids=str)
 def test_factors_and_roots(norm_factors, device, shape, dtype):
@@ -53,7 +38,6 @@ def test_factors_and_roots(norm_factors, device, shape, dtype):
         assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0)
 
 
-@pytest.mark.gpu
 def test_zero_inf_and_nan(norm_factors, device):
     x = draw(4, 20, 30, dtype=torch.float32, device=device)
     x[0] = 0
@@ -66,7 +50,6 @@ def test_zero_inf_and_nan(norm_factors, device):
     assert tiny.item() == pytest.approx((2e-42) ** -0.5, rel=1e-2)
 
 
-@pytest.mark.gpu
 def test_the_same_bits_in_any_batch(norm_factors, device):
     x = draw(9, 100, 37, dtype=torch.float32, device=device)
     every = norm_factors(x)
@@ -83,7 +66,6 @@ def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.T
     return (x.triu() + x.triu(1).mT).to(dtype)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
 def test_symmetric_matrices(norm_factors, device, dtype):
     for side in SYMMETRIC_SIDES:
@@ -97,7 +79,6 @@ def test_symmetric_matrices(norm_factors, device, dtype):
         assert_same_bits(alone[0], norm_factors(x, PREFACTOR, symmetric=True)[0][1:2])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("place", ((0, 0), (3, 3), (7, 130), (0, 514), (514, 514)), ids=str)
 def test_every_element_of_the_upper_triangle_counts(norm_factors, device, place):
     x = torch.zeros(1, 515, 515, dtype=torch.float16, device=device)
@@ -108,7 +89,6 @@ def test_every_element_of_the_upper_triangle_counts(norm_factors, device, place)
     assert norm_factors(x, symmetric=True)[0].isnan().all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
 def test_what_lies_below_the_diagonal_goes_unread(norm_factors, device, dtype):
     x = draw_symmetric(2, 1024, dtype, device)
@@ -117,13 +97,11 @@ def test_what_lies_below_the_diagonal_goes_unread(norm_factors, device, dtype):
     assert_all_same_bits(norm_factors(x, symmetric=True), expected)
 
 
-@pytest.mark.gpu
 def test_symmetric_needs_square_matrices(norm_factors, device):
     with pytest.raises(RuntimeError, match="symmetric"):
         norm_factors(torch.ones(1, 2, 3, device=device), symmetric=True)
 
 
-@pytest.mark.gpu
 def test_opcheck(ops, device):
     x = torch.randn(3, 8, 12, device=device)
     arguments = (x, *torch.empty(2, 3, device=device), 1.5)
@@ -131,7 +109,6 @@ def test_opcheck(ops, device):
     torch.library.opcheck(ops.norm_factors, (x[:, :, :8], *arguments[1:], True))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "dtype", "prefactor", "words"),
     [
@@ -159,7 +136,6 @@ def normalize(ops):
     return call
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("more", ((0, 0, 0), (2, 0, 0), (0, 7, 0), (1, 3, 5), (3, 130, 260)))
 def test_frame_is_zero(normalize, device, more):
     for dtype in DTYPES:
@@ -172,7 +148,6 @@ def test_frame_is_zero(normalize, device, more):
         assert (out == 0).all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_finite_range(normalize, device, dtype):
     """Squares that leave float32, norms beyond its largest number, subnormal numbers."""
@@ -188,7 +163,6 @@ def test_any_finite_range(normalize, device, dtype):
     assert_rounded_once(normalize(x, dtype), x)
 
 
-@pytest.mark.gpu
 def test_multiples_by_powers_of_two_give_the_same_bits(normalize, device):
     x = draw(1, 33, 65, dtype=torch.float32, device=device)
     x = torch.where(x.abs() < 2.0**-8, 1.0, x)  # so that no multiple below loses a digit
@@ -198,7 +172,6 @@ def test_multiples_by_powers_of_two_give_the_same_bits(normalize, device):
         assert_same_bits(normalize(multiple, torch.float16), expected)
 
 
-@pytest.mark.gpu
 def test_zero_inf_and_nan_gpu(normalize, device):
     x = draw(6, 35, 50, dtype=torch.float32, device=device)
     x[1] = 0
@@ -212,7 +185,6 @@ def test_zero_inf_and_nan_gpu(normalize, device):
         assert_same_bits(out[matrix : matrix + 1], normalize(alone, out.dtype))
 
 
-@pytest.mark.gpu
 def test_nothing_to_read(normalize, device):
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         x = torch.empty(shape, device=device)
@@ -221,14 +193,12 @@ def test_nothing_to_read(normalize, device):
         assert normalize(x, torch.float16).numel() == 0
 
 
-@pytest.mark.gpu
 def test_opcheck_gpu(ops, device):
     x = draw(2, 5, 9, dtype=torch.float32, device=device)
     out = torch.empty(3, 8, 16, device=device)
     torch.library.opcheck(ops.normalize.default, ([x[:1], x[1:]], out, 1.5))
 
 
-@pytest.mark.gpu
 def test_what_the_op_refuses(ops, device):
     x, out = torch.ones(2, 3, 4, device=device), torch.empty(2, 3, 4, device=device)
     for arguments in (
@@ -250,7 +220,6 @@ def test_what_the_op_refuses(ops, device):
 SIDES = (1, 3, 4, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("rows", SIDES)
 def test_odd_sizes(normalize, device, rows):
     for k, cols in enumerate(SIDES):
@@ -262,7 +231,6 @@ def test_odd_sizes(normalize, device, rows):
         assert (out == 0).all()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_layouts_give_the_same_bits(normalize, device, source, pattern):
@@ -272,7 +240,6 @@ def test_layouts_give_the_same_bits(normalize, device, source, pattern):
         assert_same_bits(normalize(laid_out(x, pattern), torch.float32), expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("shape", ((2048, 2048), (4096, 14336), (4097, 1023)), ids=str)
 def test_big_matrices(normalize, device, shape):
     x = draw(1, *shape, dtype=torch.float32, device=device)
@@ -283,7 +250,6 @@ def test_big_matrices(normalize, device, shape):
     assert_same_bits(normalize(x), out)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("shape", ((1024, 4096), (768, 768), (512, 2048), (100, 37)), ids=str)
 def test_any_batch(normalize, device, shape):
     x = draw(9, *shape, dtype=torch.float32, device=device)
@@ -293,7 +259,6 @@ def test_any_batch(normalize, device, shape):
     assert_same_bits(normalize(pieces), normalize(x))
 
 
-@pytest.mark.gpu
 def test_more_pieces_than_a_launch_takes(normalize, device):
     x = draw(200, 20, 44, dtype=torch.float32, device=device)
     pieces = [m for k in range(200) for m in (x[k : k + 1], x[:0])]
@@ -302,7 +267,6 @@ def test_more_pieces_than_a_launch_takes(normalize, device):
     assert (out[200:] == 0).all() and (out[:, :, 44:] == 0).all()
 
 
-@pytest.mark.gpu
 def test_batches_beyond_two_to_the_31_elements(normalize, device):
     x = torch.ones(520, 2048, 2048, dtype=torch.bfloat16, device=device)
     last = draw(1, 2048, 2048, dtype=torch.bfloat16, device=device)
@@ -315,7 +279,6 @@ def test_batches_beyond_two_to_the_31_elements(normalize, device):
         assert (out[first : first + 40][: 519 - first] == one).all()
 
 
-@pytest.mark.gpu
 def test_strides_beyond_two_to_the_31_elements(normalize, device):
     stride = 2**25
     buffer = torch.zeros(69 * stride + 1024, dtype=torch.float16, device=device)
@@ -330,7 +293,6 @@ def test_strides_beyond_two_to_the_31_elements(normalize, device):
     assert_same_bits(normalize(odd), expected)
 
 
-@pytest.mark.gpu
 def test_a_matrix_beyond_two_to_the_31_elements(normalize, device):
     rows, cols = 2**16 + 8, 2**15 + 8
     x = torch.zeros(1, rows, cols, dtype=torch.float16, device=device)
@@ -342,7 +304,6 @@ def test_a_matrix_beyond_two_to_the_31_elements(normalize, device):
     assert (out[:, :-64] == 0).all() and (out[:, :, :-64] == 0).all()
 
 
-@pytest.mark.gpu
 def test_any_finite_range_in_a_large_matrix(normalize, device):
     """Norms above float32's largest number, and squares far below its smallest."""
     for value in (3.4e38, 1e-45):
@@ -353,7 +314,6 @@ def test_any_finite_range_in_a_large_matrix(normalize, device):
             )
 
 
-@pytest.mark.gpu
 def test_graph_capture_replays_with_new_contents(normalize, device):
     x = draw(3, 200, 300, dtype=torch.float32, device=device)
     normalize(x)
@@ -365,7 +325,6 @@ def test_graph_capture_replays_with_new_contents(normalize, device):
         assert_same_bits(out, normalize(x, torch.float16, (1, 0, 4)))
 
 
-@pytest.mark.gpu
 def test_runs_on_the_current_stream(normalize, device):
     x = draw(3, 200, 300, dtype=torch.float32, device=device)
     expected = normalize(x)
@@ -379,7 +338,6 @@ def test_runs_on_the_current_stream(normalize, device):
     assert_same_bits(out, expected)
 
 
-@pytest.mark.gpu
 def test_back_to_back_calls_do_not_meet(normalize, device):
     """Launches start early; neither the next call's sums nor its input may suffer."""
     x = draw(4, 512, 2048, dtype=torch.float32, device=device)
@@ -393,7 +351,6 @@ def test_back_to_back_calls_do_not_meet(normalize, device):
         assert_same_bits(out, expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 5000, 1_000_003])
 def test_zeros_for_later_calls(ops, device, count):
     x = draw(2, 33, 40, dtype=torch.float32, device=device)
@@ -403,7 +360,6 @@ def test_zeros_for_later_calls(ops, device, count):
     assert (memory[:3] == 7).all() and (memory[3 + count :] == 7).all()
 
 
-@pytest.mark.gpu
 def test_calls_on_several_streams_at_once(normalize, device):
     """None has the device to itself, so its blocks need not all run at the same time."""
     x = draw(12, 1024, 2048, dtype=torch.float32, device=device)
@@ -420,7 +376,6 @@ def test_calls_on_several_streams_at_once(normalize, device):
         assert_all_same_bits(pair, expected)
 
 
-@pytest.mark.gpu
 def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monkeypatch):
     """The compiled op and torch's passes agree to the rounding of both."""
     batch = submodule("orthogonalize.slices")
@@ -477,7 +432,6 @@ def test_crop_on_a_cpu_is_not_served(submodule) -> None:
     assert not submodule("kernels.products.normalize").crop_serves(x, torch.empty_like(x))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("start", range(9))
 @pytest.mark.parametrize("shape", CROPPED, ids=str)
 def test_crop_at_every_alignment(crop_ops, submodule, reference_crop, device, shape, start) -> None:
@@ -491,7 +445,6 @@ def test_crop_at_every_alignment(crop_ops, submodule, reference_crop, device, sh
     assert torch.equal(memory, expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_crop_into_rows_that_lie_apart(crop_ops, device, dtype) -> None:
     x = numbered(20, 100, device).view(dtype)
@@ -503,7 +456,6 @@ def test_crop_into_rows_that_lie_apart(crop_ops, device, dtype) -> None:
     assert (memory == 0).all()
 
 
-@pytest.mark.gpu
 def test_who_is_served_by_crop(submodule, device) -> None:
     serves, x = submodule("kernels.products.normalize").crop_serves, numbered(20, 100, device)
     out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)
@@ -514,7 +466,6 @@ def test_who_is_served_by_crop(submodule, device) -> None:
     assert not serves(x[:, :, :96], out[:, :, :90])
 
 
-@pytest.mark.gpu
 def test_opcheck_and_wrong_arguments_of_crop(crop_ops, device) -> None:
     x = numbered(20, 100, device)
     out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)

@@ -8,7 +8,7 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
 from ..conftest import module_fixture
-from ._products import CHAINS, definition, operand, run_chain
+from ._products import CHAINS, PREFACTOR, definition, draw, exact_norms, operand, run_chain
 
 HALF = torch.float16
 BLOCK = 128
@@ -36,6 +36,20 @@ def test_reference_is_the_definition(submodule, name):
     x, scale = operand(3, 40, HALF, torch.device("cpu"))
     expected = definition(x, CHAINS[name], scale, HALF)
     assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("exponent", (-1000, -149, 0, 127, 1000))
+def test_reference_of_normalize(submodule, exponent):
+    """Any finite range; zeros stay, inf and NaN make their own matrix NaN."""
+    normalize = submodule("reference.normalize").normalize
+    x = draw(5, 7, 9, dtype=torch.float64, device="cpu")
+    torch.testing.assert_close(
+        normalize(x * 2.0**exponent, PREFACTOR), exact_norms(x), rtol=1e-14, atol=0
+    )
+    x[0], x[1, 2, 3], x[2, 4, 5] = 0, torch.inf, torch.nan
+    out = normalize(x, PREFACTOR)
+    assert (out[0] == 0).all() and out[1:3].isnan().all() and out[3:].isfinite().all()
 
 
 @pytest.mark.gpu

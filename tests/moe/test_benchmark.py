@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -47,37 +46,6 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
         case.peft[1].zero_()
     case.ours = right
     assert not case.compare()[0]
-
-
-def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch, clockless):
-    """Beside the baseline, as "auto" has; one that is wrong has no time."""
-    moe, asked = harness.moe_lora, []
-
-    class Case(moe.LayerCase):
-        def __init__(self, layer, built, seed):
-            super().__init__(layer, built, seed, "cpu")
-
-        def ours(self, backend="auto"):
-            asked.append(backend)
-            return super().ours() * (1.5 if backend == wrong else 1.0)
-
-    def times(turns, sets, **_):
-        assert sets == 2 and list(turns) == ["ours", "baseline"]
-        turns["ours"](1)
-        return {name: harness.timer.Times(1.0, 2.0, 0.5) for name in turns}
-
-    monkeypatch.setattr(moe, "LayerCase", Case)
-    monkeypatch.setattr(moe, "is_compared", lambda layer: True)
-    clockless(moe, times)
-    monkeypatch.setattr(moe, "peak_mb", lambda *_: 1.0)
-    for wrong in ("none", "triton"):
-        asked.clear()
-        found = moe.measure(tiny, moe.cases_of(tiny)[1:], SimpleNamespace(package=opt))
-        rows = [row for row, _ in found]
-        good = {row.variant: row.ok for row in rows}
-        assert good == {"auto": True, "triton": wrong != "triton"}
-        assert asked == ["auto"] * 2 + ["triton"] * (1 if wrong == "triton" else 2)
-        assert {row.case for row in rows} == {"tiny/T40/r8/fwd+bwd"}
 
 
 def test_floors_are_those_of_the_arithmetic(harness):
@@ -245,19 +213,6 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch, clockless):
     assert {row.speedup for row in rows if row.ok} == {2.0}
 
 
-def test_which_goals_a_row_has(harness):
-    packed, bf16 = harness.goals.packed_goals, harness.goals.bf16_goals
-    layer = harness.problems.of_model("Mixtral-8x7B", 2048, 16)
-    few, random = dataclasses.replace(layer, tokens=128), harness.problems.random_layers(1)[0]
-    host, way = {"host_ms", "host_of_baseline"}, "fwd+bwd"
-    assert set(packed(layer, way)) == host | {"speedup", "ms", "of_baseline_peak", "of_bf16"}
-    assert set(packed(few, "fwd")) == {"speedup", "of_bf16"}
-    assert set(bf16(layer, way)) == host | {"speedup"} and set(bf16(layer, "fwd")) == host
-    assert set(bf16(layer, way, "triton")) == {"host_ms"}
-    assert packed(few, way) == packed(layer, way, "fused") == packed(random, way) == {}
-    assert bf16(random, way) == {}
-
-
 def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     goals, report = harness.goals, harness.report
     layer = harness.problems.of_model("Qwen3-30B-A3B", 2048, 16)
@@ -298,16 +253,6 @@ def test_a_row_that_fails_costs_no_other(harness):
     assert "MemoryError: no memory left" in rows[1][1]
     (_, (row, _)) = quant.guarded(broken, ["a"])
     assert (row.case, row.variant) == ("a", "others")
-
-
-def test_traffic_is_that_of_two_products_per_layer(harness, monkeypatch):
-    traffic = harness.nf4_traffic
-    assert traffic.by_layer([120e3, 60e3, 8e3, 3e3]) == [180e3, 11e3]
-    with pytest.raises(traffic.NotCountedError, match="counted 3 kernels, not two per layer"):
-        traffic.by_layer([1.0, 2.0, 3.0])
-    least = "\n".join(f"least {model} 50.0" for model in traffic.TRAFFIC)
-    monkeypatch.setattr(traffic, "counted", lambda *_, **__: ([30.0, 25.0, 40.0, 60.0], least))
-    assert list(traffic.measured().values()) == [1.1, 2.0]
 
 
 def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
@@ -354,36 +299,6 @@ def test_offload_gets_a_row_when_the_bits_agree(harness, opt, clockless):
     moe = SimpleNamespace(**{**vars(opt.moe), "ExpertOffload": Broken})
     row, _ = offload.offload_row(SimpleNamespace(package=SimpleNamespace(moe=moe)), *arguments[1:])
     assert not row.ok and row.ms is None
-
-
-def test_decoding_alone_gets_a_row(harness, monkeypatch, clockless):
-    """Equal bits are timed beside bitsandbytes and a copy; other bits are not."""
-    quant, decoded = harness.quant, [torch.ones(4, dtype=torch.bfloat16)]
-
-    class Stacks:
-        bytes = 8_600_000
-
-        def __init__(self, sizes, active, seed):
-            self.copied = torch.zeros(2, 4)
-
-        def ours(self, package):
-            return decoded
-
-        def baseline(self):
-            return [torch.ones(4, dtype=torch.bfloat16)]
-
-    ms = {"ours": 0.004, "baseline": 0.008, "copy": 0.002}
-    taken = {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
-    monkeypatch.setattr(quant, "Stacks", Stacks)
-    clockless(quant, lambda turns, **_: [t(0) for t in turns.values()] and taken)
-    sizes = "dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None)
-    row, printed = quant.dequant_row(*sizes)
-    assert row.ok and (row.ms, row.speedup, row.fraction_of_floor) == (0.004, 2.0, 0.5)
-    assert "dequant/tiny" in printed
-    decoded[0] = torch.zeros(4, dtype=torch.bfloat16)
-    row, _ = quant.dequant_row(*sizes)
-    assert not row.ok
 
 
 SIZES = {
@@ -497,16 +412,6 @@ def test_the_row_of_a_case(harness, entry, pair, monkeypatch, mode) -> None:
     goal = {"goal": 2.3 if mode == "compile" else 1.75, "met": mode == "eager"}
     assert row.goals["speedup"] == {"value": 2.0} | goal
     assert case in line and ("compiled baseline 6.00 ms" in line) == (mode == "compile")
-
-
-def test_a_case_that_fails_does_not_end_the_command(entry, monkeypatch, capsys) -> None:
-    def measure(problem, built):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(entry, "measure", measure)
-    cases = ["qwen3-moe-8l/2048/lora/compile", "qwen3-moe-8l/2048/frozen/compile"]
-    assert [row.ok for row, _ in entry.rows(None, cases)] == [False, False]
-    assert "RuntimeError: out of memory" in capsys.readouterr().out
 
 
 def test_without_bitsandbytes_nf4_is_said_not_to_run(entry, monkeypatch, capsys) -> None:

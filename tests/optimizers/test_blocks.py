@@ -130,23 +130,6 @@ def test_expert_keys_find_components(opt, device, name, key) -> None:
     assert optimizer.state[param]["second_momentum_buffer"].shape == (3, 1, 5)
 
 
-def test_values_per_name(opt, device) -> None:
-    qkv, out, plain = parameters([(12, 4), (8, 4), (6, 4)], dtype=torch.float64, device=device)
-    twins = parameters([(12, 4), (8, 4), (6, 4)], dtype=torch.float64, device=device)
-    named = [("qkv", qkv), ("out", out), ("plain", plain)]
-    optimizer = opt.Muon(named, split_sizes={"qkv": [4, 4, 4]}, lr=0.1)
-    train(optimizer, [qkv, out, plain], 2)
-    other = opt.Muon(
-        [
-            {"params": [twins[0]], "use_muon": True, "split_sizes": (4, 4, 4)},
-            {"params": twins[1:], "use_muon": True},
-        ],
-        lr=0.1,
-    )
-    train(other, twins, 2)
-    assert_all_same_bits((qkv, out, plain), twins)
-
-
 @pytest.mark.sees_defect("a group of mixed shapes is a RuntimeError")
 def test_mixed_shapes_and_empty_parameters_in_one_group(opt, device) -> None:
     """Nanochat stacks a group; ours buckets it. Zero-sized matrices have nothing to update."""

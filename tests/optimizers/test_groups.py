@@ -377,21 +377,6 @@ def test_names_are_not_kept_in_the_groups(opt) -> None:
     assert optimizer.parameter_names(0) == ["w"]
 
 
-def test_either_mark_is_understood_by_both_classes(opt) -> None:
-    params = [matrix(), nn.Parameter(torch.ones(3))]
-    optimizer = opt.Muon(
-        [{"params": params[:1], "kind": "muon"}, {"params": params[1:], "kind": "adamw"}]
-    )
-    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
-    optimizer = opt.MuonAdamW(
-        [
-            {"params": params[:1], "use_muon": True, "lr": 0.1},
-            {"params": params[1:], "use_muon": False, "lr": 0.1},
-        ]
-    )
-    assert [group["kind"] for group in optimizer.param_groups] == ["muon", "adamw"]
-
-
 @pytest.mark.sees_defect("an empty Muon group is an IndexError")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_empty_groups(opt, kind) -> None:

@@ -105,17 +105,6 @@ def test_tensors_that_the_ops_are_given(build, submodule, monkeypatch) -> None:
     assert given == {"momentum": 2 * 40 + 1, "apply_update": 40 + 1}
 
 
-def test_calls_do_not_depend_on_a_scheduler(build) -> None:
-    """An option that changes at every step is checked, and nothing is planned anew."""
-    optimizer = build("Muon", [(4, 2)] * 20, **KINDS["matrices"])
-    steady = len(calls_of_a_step(optimizer))
-    optimizer.param_groups[0]["lr"] = 0.03
-    with counted_calls() as calls:
-        optimizer.step()
-    assert "_make_plan" not in calls
-    assert len(calls) <= steady + 200
-
-
 def test_ranges_are_made_for_a_profiler_only(build, submodule, monkeypatch) -> None:
     """torch's ranges take 8 us each, watched or not. The stages are visible in a trace."""
     optimizer = build("Muon", [(4, 2)], **KINDS["matrices"])

@@ -1,6 +1,5 @@
 """The benchmark of this folder away from a GPU: its baseline, its distances, its gate."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -136,36 +135,3 @@ def test_every_path_passes_the_gate(opt, entry, paths, path) -> None:
             assert found.worst <= 1.02
             half = opt.orthogonalize(g, dtype=torch.float16)
             assert entry.distances(opt, g, half, half).worst <= 1.05
-
-
-def test_forced_rows_and_what_they_say(entry, built, monkeypatch) -> None:
-    """A row of each path with the baseline of the first; the summary compares them."""
-    wall = iter([4.0, 2.5, 3.2])
-    monkeypatch.setattr(entry.Case, "capture", lambda self: None)
-    monkeypatch.setattr(entry, "added_mb", lambda call: 1.0)
-
-    def times(calls, device, **_):
-        assert list(calls) == list(device) == ["ours"]
-        value = next(wall)
-        return {"ours": timer.Times(value / 2, value, 0.1)}
-
-    monkeypatch.setattr(entry, "times", times)
-    monkeypatch.setattr(entry.Problem, "paths", ("torch", "two-reading", "mma.sync"))
-    problem, task = entry.Problem(1, 48, 64, "heavy"), task_of(entry, built, "1x4096x4096/heavy")
-    known = {"ours": timer.Times(1.0, 2.0, 0.1), "baseline": timer.Times(3.0, 6.0, 0.2)}
-    auto = entry.row_of(task.name, 1.0, entry.Distances(0.1, 0.1, 1.0), known, 1.0)
-    pairs = list(entry.forced_rows(problem, task, auto, built, entry.polar_express_bf16))
-    rows = [row for row, _ in pairs]
-    assert [row.variant for row in rows] == ["torch", "two-reading", "mma.sync"]
-    assert {row.baseline_wall_ms for row in rows} == {6.0} and rows[0].speedup == 1.5
-    assert rows[2].goals == {"over_torch": {"value": 1.25, "goal": 1.15, "met": True}}
-    assert "[mma.sync]" in pairs[2][1] and "over_torch 1.25 of 1.15 met" in pairs[2][1]
-    said = entry.summary([auto, *rows]).splitlines()
-    chained = dataclasses.replace(rows[0], variant="product-wise", ms=1.1)
-    of_both = entry.compared([auto, *rows, chained], "two-reading", ["auto", "product-wise"], "ms")
-    assert of_both == {"1x4096x4096/heavy": 1.25 / 1.1}
-    assert said[1:] == [
-        "mma.sync products over torch's, by the clock: 1.250 (1x4096x4096 1.250)",
-        "what Hopper's products gain over torch's, device: 2.000 (1x4096x4096 2.000)",
-        "what reading once to normalize gains, device: 1.250 (1x4096x4096 1.250)",
-    ]

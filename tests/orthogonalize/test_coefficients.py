@@ -28,22 +28,6 @@ LAST_ROWS = {
     7: (1.875022360, -1.250024844, 0.375002484),
 }
 FIFTH_OF_MANY = (2.300530712, -1.611166556, 0.383337443)
-# The paper's repository, default arguments: 10 steps, safety 1e-2, cushion 0.02.
-SAFETY_1 = (
-    (8.237312490, -23.157747415, 16.680568411),
-    (4.082441999, -2.893047735, 0.525284926),
-    (3.926347992, -2.854746803, 0.531802242),
-    (3.298218713, -2.424541981, 0.486320084),
-    (2.297036943, -1.636625581, 0.400262846),
-    (1.876380535, -1.234789658, 0.358918875),
-    (1.856442349, -1.213244988, 0.356800349),
-)
-SAFETY_1_LAST_ROWS = {
-    4: (3.331200900, -2.498008028, 0.511127295),
-    5: (2.320007313, -1.686216973, 0.420680273),
-    6: (1.895144340, -1.272205019, 0.377227345),
-    10: (1.874995478, -1.249990955, 0.374995478),
-}
 
 
 def assert_rows(actual, expected, *, rel: float = 0.0, decimals: int | None = None) -> None:
@@ -67,13 +51,6 @@ def test_last_row_depends_on_the_step_count(opt) -> None:
         assert_rows(rows[: min(4, steps - 1)], NANOCHAT[: min(4, steps - 1)], rel=5e-15)
     for steps in (6, 7):
         assert_rows(opt.polar_express_coefficients(steps)[4:5], [FIFTH_OF_MANY], decimals=9)
-
-
-def test_reference_repository_tables(opt) -> None:
-    assert_rows(opt.polar_express_coefficients(10, safety=1e-2)[:7], SAFETY_1, decimals=9)
-    for steps, row in SAFETY_1_LAST_ROWS.items():
-        rows = opt.polar_express_coefficients(steps, safety=1e-2)
-        assert_rows(rows[-1:], [row], decimals=9)
 
 
 def test_paper_table_and_the_sets_made_of_it(opt, coefficients) -> None:

@@ -93,6 +93,7 @@ def test_vectors_become_unit_vectors(opt, device, shape) -> None:
         assert_error_at_most(result, unit, 1e-12)
 
 
+@pytest.mark.sees_defect("eps is fixed against the scale of the gradient")
 @pytest.mark.parametrize("exponent", [-45, -40, -38, -30, -20, 0, 20, 30, 37])
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_scale_invariance(opt, device, method, exponent) -> None:
