@@ -207,6 +207,33 @@ def test_settling_drops_what_was_begun_ahead(compiler, kernel, order) -> None:
     assert asked(compiler, kernel, 1).loaded().shared == 1, "it can be asked for again"
 
 
+def test_settling_looks_again_after_what_runs_in_the_background(
+    compiler, kernel, order, monkeypatch
+) -> None:
+    """It may ask for kernels after the first look, and they would compile while a clock runs."""
+    runs, looked = threading.Event(), threading.Event()
+
+    def asks_late():
+        runs.set()
+        looked.wait(30)
+        asked(compiler, kernel, 1)
+        compiler._here.later = False  # as a caller that needs its kernel at once
+        asked(compiler, kernel, 2)
+
+    def compiles_slowly(number):
+        time.sleep(0.2)
+        order.finished.append(number)
+        return compiler.Compiled(b"", "scaled_copy", 64, number)
+
+    monkeypatch.setattr(compiler, "machine_code", compiles_slowly)
+    compiler.in_background(asks_late)
+    compiler._turn.release()
+    assert runs.wait(30)
+    threading.Timer(0.1, looked.set).start()
+    compiler.settle()
+    assert order.finished == [2] and all(job.future.done() for *_, job in compiler._queue)
+
+
 def test_what_ran_in_the_background_is_let_go(compiler, order) -> None:
     class Weight:
         pass

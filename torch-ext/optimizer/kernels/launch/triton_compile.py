@@ -177,6 +177,12 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
 
 def settle() -> None:
     """Wait until nothing is compiled any more: for clocks. What was only begun ahead is dropped."""
+    while waited := _without_later():  # a call in the background may ask for kernels meanwhile
+        wait(waited)
+
+
+def _without_later() -> list[Future[Any]]:
+    """Drop what was only begun ahead; the futures of what is not done."""
     with _guard:
         hurried = {id(job) for later, *_, job in _queue if not later}
         for later, *_, job in _queue:
@@ -185,8 +191,7 @@ def settle() -> None:
         for key in [key for key, (job, _) in _kernels.items() if job.future.cancelled()]:
             del _kernels[key]
         futures = (*_background, *(job.future for job, _ in _kernels.values()))
-        waited = [one for one in futures if not one.done()]
-    wait(waited)
+        return [one for one in futures if not one.done()]
 
 
 @dataclasses.dataclass(frozen=True)
