@@ -266,6 +266,17 @@ def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> Non
     assert names.count("_gated_backward") == 1, "the heights were begun before"
 
 
+def test_ids_and_gates_with_gaps_are_played(moe, plans, device, taken, prepared, monkeypatch):
+    """A copy by torch inside of a recording would launch the layer from Python in every call."""
+    refused = set()
+    monkeypatch.setattr(plans, "_refused", refused)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
+    apart = [torch.stack((one.detach(), one.detach()), -1)[..., 0] for one in (ids, gates)]
+    assert not any(one.is_contiguous() for one in apart)
+    layer(x, apart[0], apart[1].requires_grad_()).backward(grad)
+    assert taken and not refused
+
+
 def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> None:
     QuantizedLayer(moe, device, QUANTIZED[0]).step()
     names = [name for name, _ in prepared]

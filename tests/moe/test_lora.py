@@ -303,6 +303,24 @@ def test_merged_layer(moe, device, layer, keep_on):
         layer.unmerge()
 
 
+def test_a_merge_that_fails_half_way_changes_nothing(layer, submodule, monkeypatch):
+    """As where the memory for the copy of the second weight is missing."""
+    module, before = submodule("moe.lora"), layer.gate_up_proj.clone()
+    views = module.factor_views
+
+    def fails_for_down(a, b, experts):
+        if a.shape[1] == layer.intermediate:
+            raise torch.OutOfMemoryError("no memory")
+        return views(a, b, experts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "factor_views", fails_for_down)
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.merge()
+    assert_same_bits(layer.gate_up_proj, before)
+    layer.merge()
+
+
 def test_merge_and_unload(moe, device, layer):
     expected = layer.call()
     layer.merge_and_unload()

@@ -64,6 +64,24 @@ def test_cases(module, device, path, ids, experts):
     assert_sorted(module, path, ids, experts, device)
 
 
+@pytest.mark.parametrize("rows", [0, 5])
+def test_what_is_recorded_is_launched_alone(module, device, monkeypatch, rows) -> None:
+    """A recording refuses a copy by torch, and that launches from Python in every call."""
+    seen, replayed = [], module.replayed
+
+    def watched(name, function, operands, constants):
+        seen.extend(ids.is_contiguous() and ids.numel() > 0 for ids in operands)
+        return replayed(name, function, operands, constants)
+
+    monkeypatch.setattr(module, "replayed", watched)
+    ids = (torch.arange(4 * rows, device=device) % 3).view(rows, 4)[:, ::2]
+    order = module.expert_sort(ids, 3, backend="triton")
+    expected = module.expert_sort(ids, 3, backend="reference")
+    for one, other in zip(parts(order), parts(expected), strict=True):
+        assert torch.equal(one, other)
+    assert seen == [True] * (rows > 0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     ids=st.integers(1, 4).flatmap(

@@ -38,7 +38,7 @@ from .layout import ExpertsLayout, ExpertsLora, Form, LayerLaunches
 from .lora import gradients_of, leaves_of, views_of, wanted_of
 from .quantized.eager_quantized import quantized_launches
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 _LEAVES = 10  # of `_Layer`'s operands: those that may want a gradient
 _W1 = 1  # its place among them
 _OF_TOKENS = (0, 9, 10)  # places of x, gates and ids, whose first dimension is the tokens
@@ -67,17 +67,16 @@ def eager_layer(
         return None
     if len(leading) != 1:
         x, ids, gates = (one.flatten(0, -2) for one in (x, ids, gates))
-    dtype = autocast_dtype(x)
+    ids, gates = ids.contiguous(), gates.contiguous()  # a recording makes no copies
+    dtype = autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
     if dtype is not None:
         if any(one is not None and one.dtype != dtype for one in biases):
             return None  # a cast of parameters is a step of its own
         x = x.to(dtype)
-    leaves1, kind1 = leaves_of(lora.gate_up)
-    leaves2, kind2 = leaves_of(lora.down)
-    scalings = tuple(
-        1.0 if one is None else float(one.scaling) for one in (lora.gate_up, lora.down)
-    )
-    form = Form(layout.activation, layout.interleaved, layout.transposed, scalings, (kind1, kind2))
+    leaves1, kind1, scaling1 = leaves_of(lora.gate_up)
+    leaves2, kind2, scaling2 = leaves_of(lora.down)
+    lies = (layout.activation, layout.interleaved, layout.transposed)
+    form = Form(*lies, (scaling1, scaling2), (kind1, kind2))
     if not _are_plain(x, *leaves1, *leaves2, *biases):
         return None
     frozen: tuple[Tensor | None, ...] = ()
@@ -85,14 +84,15 @@ def eager_layer(
         launches, (w1, w2) = _dense(x, weights, form, backend), weights
     else:
         leaves = (leaves1, leaves2)
-        trains = backward_comes(*biases)
+        trains = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in biases
+        )
         found = quantized_launches(x, ids.numel(), weights, leaves, trains, form, backend)
         (launches, frozen), w1, w2 = found, None, None
     if launches is None:
         return None
     operands = (x, w1, *leaves1, biases[0], w2, *leaves2, biases[1], gates)
-    keeps = backward_comes(*operands)
-    out = _Layer.apply(*operands, ids, frozen, launches, form, keeps)
+    out = _Layer.apply(*operands, ids, frozen, launches, form, torch.is_grad_enabled())
     return out if out.shape == hidden_states.shape and dtype is None else _as(out, hidden_states)
 
 
@@ -120,7 +120,7 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 def _are_plain(*tensors: Any) -> bool:
     """Whether all of them are plain tensors, or None."""
-    return all(one is None or type(one) in _PLAIN for one in tensors)
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,8 @@ def _dense(
     w1, w2 = weights
     if w1.ndim != 3 or w1.dtype != x.dtype or w2.dtype != x.dtype:
         return None
-    strides = w1.stride() if form.transposed else w1.mT.stride()
+    strides = w1.stride()
+    strides = strides if form.transposed else (strides[0], strides[2], strides[1])
     path = experts_path(x.device, x.dtype, backend, dense=True).name
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
@@ -187,8 +188,9 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *leaves, ids, frozen, launches, form, keeps = arguments
+        *leaves, ids, frozen, launches, form, records = arguments
         wants = ctx.needs_input_grad[:_LEAVES]
+        keeps = records and True in wants
         operands, constants = (*leaves, ids, *frozen), (launches, form)
         ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
         out, *kept = replayed("experts", _forward, operands, (*constants, keeps), ahead)
@@ -199,19 +201,19 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        check_single(grad)
-        wants = ctx.needs_input_grad[:_LEAVES]
-        operands = (grad, *ctx.saved_tensors, *ctx.frozen)
-        constants = (*ctx.constants, wants)
-        found = iter(replayed("experts_backward", _backward, operands, constants))
-        return *(next(found) if want else None for want in wants), *(None,) * 5
+        # Its wrapper takes longer than a lookup of the plan; it is for create_graph alone.
+        run = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
+        return run(ctx, grad)
 
 
-def backward_comes(*tensors: Tensor | None) -> bool:
-    """Whether autograd keeps what it needs of a function of these tensors."""
-    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of all arguments of `_Layer`."""
+    check_single(grad)
+    wants = ctx.needs_input_grad[:_LEAVES]
+    operands = (grad, *ctx.saved_tensors, *ctx.frozen)
+    found = iter(replayed("experts_backward", _backward, operands, (*ctx.constants, wants)))
+    return *[next(found) if want else None for want in wants], None, None, None, None, None
 
 
 def check_single(grad: Tensor) -> None:

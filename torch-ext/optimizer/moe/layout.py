@@ -149,7 +149,7 @@ def module_layout(module: nn.Module) -> ExpertsLayout:
         ValueError: the module normalizes each expert's output, which the kernels would leave out;
             or its activation is missing.
     """
-    if getattr(module, "has_post_expert_norm", False):
+    if _option(module, "has_post_expert_norm", False):
         raise ValueError(
             f"{type(module).__name__} normalizes every expert's output before it is weighted, "
             "which these kernels do not compute; keep its own experts implementation"
@@ -163,14 +163,21 @@ def module_layout(module: nn.Module) -> ExpertsLayout:
     )
 
 
+def _option(module: nn.Module, name: str, default: Any = None) -> Any:
+    """`getattr` of what most modules lack, and Module takes long to say so."""
+    if name in vars(module) or hasattr(type(module), name):
+        return getattr(module, name)
+    return default
+
+
 def _activation(module: nn.Module, gated: bool) -> str | Callable[[Tensor], Tensor]:
     """A name where we know the function, else the module's own."""
-    named = _elementwise_name(module.act_fn) if hasattr(module, "act_fn") else None
-    kind = type(module)
+    function, kind = getattr(module, "act_fn", None), type(module)
+    named = None if function is None else _elementwise_name(function)
     if not gated:
-        if not hasattr(module, "act_fn"):
+        if function is None:
             raise ValueError(f"{kind.__name__} has no gate and no `act_fn`; give it the activation")
-        return named or module.act_fn
+        return named or function
     gate = getattr(kind, "_apply_gate", None)
     concatenated = getattr(module, "is_concatenated", True)
     default = gate is None or gate.__module__ == DEFAULT_GATE
@@ -182,7 +189,7 @@ def _activation(module: nn.Module, gated: bool) -> str | Callable[[Tensor], Tens
             "`act_fn` that has a name here are known: give the class one, from gate_up (M, 2I) to "
             "(M, I)"
         )
-    constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
+    constants = (_option(module, "alpha"), _option(module, "limit"))
     if gate.__module__ != DEFAULT_GATE and not concatenated and constants == GPT_OSS:
         return "gpt_oss"
     return module._apply_gate

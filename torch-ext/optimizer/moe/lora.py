@@ -83,13 +83,9 @@ class PeftFactors(LoraFactors):
         *,
         swapped: bool = False,
     ) -> None:
-        for name, value in (
-            ("matrices", (lora_A, lora_B)),
-            ("num_experts", num_experts),
-            ("scaling", scaling),
-            ("swapped", swapped),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(  # the class is frozen
+            matrices=(lora_A, lora_B), num_experts=num_experts, scaling=scaling, swapped=swapped
+        )
 
     def _views(self) -> tuple[Tensor, Tensor]:
         a, b = factor_views(*self.matrices, self.num_experts)
@@ -108,13 +104,17 @@ class PeftFactors(LoraFactors):
 
 def leaves_of(
     factors: LoraFactors | None,
-) -> tuple[tuple[Tensor | None, Tensor | None], str | None]:
-    """The tensors of a projection's factors as they are stored, and how they lie, as in `Form`."""
+) -> tuple[tuple[Tensor | None, Tensor | None], str | None, float]:
+    """The tensors of a projection's factors as they are stored; how they lie and are scaled.
+
+    The last two are as in `Form`.
+    """
     if factors is None:
-        return (None, None), None
+        return (None, None), None, 1.0
+    scaling = float(factors.scaling)
     if isinstance(factors, PeftFactors):
-        return factors.matrices, "swapped" if factors.swapped else "matrices"
-    return (factors.a, factors.b), "stacks"
+        return factors.matrices, "swapped" if factors.swapped else "matrices", scaling
+    return (factors.a, factors.b), "stacks", scaling
 
 
 def views_of(
@@ -346,7 +346,8 @@ class LoraProjection(nn.Module):
         """
         if not self.enabled:
             self.check_separate("switched off")
-        if not self.enabled or self.merged or self.active is None:
+            return None
+        if self._original is not None or self.active is None:
             return None
         return PeftFactors(*self._active_weights(), self.num_experts, self.scaling[self.active])
 
@@ -559,7 +560,7 @@ class ExpertAdapters(nn.ModuleDict):
 
     def factors(self) -> ExpertsLora | None:
         """What the experts must add to their base; None where there is nothing."""
-        gate_up, down = (self[target].factors() for target in PROJECTIONS)
+        gate_up, down = [self._modules[target].factors() for target in PROJECTIONS]
         return ExpertsLora(gate_up, down) if gate_up or down else None
 
     @property
@@ -585,8 +586,13 @@ class ExpertAdapters(nn.ModuleDict):
             raise ValueError("no adapter is active; set_adapter(name) first")
         for target in active:
             self[target].check_mergeable(weights[target], self.layout)
-        for target in active:
-            self[target].merge(weights[target], self.layout, keep_on=keep_on)
+        try:
+            for target in active:
+                self[target].merge(weights[target], self.layout, keep_on=keep_on)
+        except BaseException:  # the memory may be too short half-way
+            if self.merged:
+                self.unmerge(weights)
+            raise
 
     def unmerge(self, weights: Mapping[str, Tensor]) -> None:
         """Put the weights back as they were before `merge`, bit for bit.

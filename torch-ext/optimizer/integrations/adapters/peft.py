@@ -216,7 +216,7 @@ _forward.__name__, _refuse_merge.__name__ = "forward", "merge"
 
 def check_bypassed(experts: nn.Module) -> None:
     """Raise RuntimeError inside PEFT's own forward, which has put W + delta in place of W."""
-    for name, parametrizations in getattr(experts, "parametrizations", {}).items():
+    for name, parametrizations in experts._modules.get("parametrizations", {}).items():
         if any(type(entry).__name__ in PROXIES for entry in parametrizations):
             raise RuntimeError(
                 f"PEFT wrapped {name} after use_in_transformers(model), and its forward formed "

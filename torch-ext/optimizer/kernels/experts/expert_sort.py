@@ -4,7 +4,7 @@ Stable, so that the order within an expert is the order of tokens. Ids outside [
 of expert parallelism: they come last and no product reads them. Nothing waits for the device.
 
 path      | source            | taken
-triton    | rows_triton.py    | CUDA
+triton    | rows_triton.py    | CUDA, and there are slots
 reference | reference/moe.py  | everything else
 """
 
@@ -100,12 +100,12 @@ def _expert_sort(
     tile_rows: int,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if path in TRITON_PATHS:
+    if path in TRITON_PATHS and expert_ids.numel() > 0:
         from .rows_triton import expert_sort_triton
 
         with on_device_of(expert_ids):
-            constants = (num_experts, tile_rows)
-            return tuple(replayed("expert_sort", expert_sort_triton, (expert_ids,), constants))
+            ids, constants = expert_ids.contiguous(), (num_experts, tile_rows)
+            return tuple(replayed("expert_sort", expert_sort_triton, (ids,), constants))
     return reference.expert_sort(expert_ids, num_experts, tile_rows)
 
 

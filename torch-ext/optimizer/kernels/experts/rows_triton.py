@@ -160,8 +160,11 @@ def _tiles(
 def expert_sort_triton(
     expert_ids: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the four kernels; arguments and results as in `kernels.experts.expert_sort`."""
-    ids = expert_ids.reshape(-1).contiguous()  # reshape may give a view with gaps
+    """Launch the four kernels; results as in `kernels.experts.expert_sort`.
+
+    The ids (T, k) are contiguous, and some.
+    """
+    ids = expert_ids.view(-1)
     total, groups = ids.numel(), num_experts + 1
 
     def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -170,8 +173,6 @@ def expert_sort_triton(
     slots, rows, offsets = new(total), new(total), new(groups)
     bound = tile_bound(total, num_experts, tile_rows)
     tiles = new(bound, 3)
-    if total == 0:
-        return slots, rows, offsets.zero_(), tiles
     chunks = triton.cdiv(total, _CHUNK)
     block = triton.next_power_of_2(groups)
     counts, totals = new(chunks, groups, dtype=torch.int32), new(groups, dtype=torch.int32)

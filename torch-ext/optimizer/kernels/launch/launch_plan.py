@@ -175,9 +175,9 @@ def replayed(
     present = [x for x in operands if x is not None]
     if not _plays(present[0].device) or getattr(_here, "recording", None) is not None:
         return function(*operands, *constants)
-    same = {id(x): n for n, x in enumerate(present)}
-    aliases = () if len(same) == len(present) else tuple(same[id(x)] for x in present)
-    key = (name, constants, aliases, *(x is None for x in operands))
+    numbers = [id(x) for x in present]
+    aliases = None if len(set(numbers)) == len(numbers) else tuple(map(numbers.index, numbers))
+    key = (name, constants, aliases, tuple([x is None for x in operands]))
     tag = _tags.get(key)
     if tag is None:
         if len(_tags) >= _MOST_KEPT:

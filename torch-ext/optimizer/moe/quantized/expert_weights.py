@@ -258,7 +258,7 @@ def expert_weight(
     Raises:
         ValueError: a format nobody here knows, or one that is incomplete.
     """
-    parametrized = getattr(module, "parametrizations", {})
+    parametrized = module._modules.get("parametrizations", {})
     if name in parametrized:
         return _bitsandbytes_weight(parametrized[name], f"{type(module).__name__}.{name}", shape)
     value = getattr(module, name, None)
