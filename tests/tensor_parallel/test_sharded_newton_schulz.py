@@ -144,6 +144,22 @@ def test_float16_is_as_near_to_float64_as_the_owners(
     assert relative_error(result, exact) <= 1.25 * owners + 1e-4
 
 
+def test_the_diagonal_of_a_square_is_rounded_once(newton_schulz) -> None:
+    """Of M of the size of I, alpha M M and delta I nearly cancel: two roundings err by four."""
+    made = torch.Generator().manual_seed(0)
+    M = torch.randn(128, 128, generator=made) / 64
+    M = (M + M.mT + torch.diag(1.9 + 0.1 * torch.rand(128, generator=made))).half()
+    step = newton_schulz.Square(0, 0.8260958358, -0.263842373, -2.367149489)
+    rank = SimpleNamespace(rank=1, world=2, gathered=lambda _: M)
+    found = newton_schulz._RowBlocks(rank).square(M[None, 64:], M[None, 64:], step)[0]
+    exact = step.alpha * M.double() @ M.double() + step.beta * M.double()
+    exact = (exact + step.delta * torch.eye(128, dtype=torch.float64))[64:]
+    diagonal, wanted = found.diagonal(offset=64).double(), exact.diagonal(offset=64)
+    unit = torch.finfo(torch.float16).eps / 2
+    assert ((diagonal - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-6).all()
+    assert ((found.double() - exact).abs() <= 4 * unit).all()
+
+
 def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:
     """What `Alone` computes for the clock has the bits of what its rank computed among others."""
     x, entry = matrix(128, 128, torch.float32), harness.tensor_parallel

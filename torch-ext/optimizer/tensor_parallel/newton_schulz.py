@@ -347,12 +347,16 @@ class _RowBlocks(_Powers):
     def square(self, M: Tensor, C: Tensor, step: Square) -> Tensor:
         out = _product(M, self.whole(M), C, alpha=step.alpha, beta=step.beta)
         if step.delta:
-            diagonal = out[0].diagonal(offset=self.ranks.rank * out.shape[1])
-            if out.is_cuda:  # which adds in float32; a CPU rounds the number first
-                diagonal.add_(step.delta)
-            else:
-                diagonal.copy_(in_float32(diagonal) + step.delta)
+            # Rounded twice, it would err alike in all of its elements, which n does not average.
+            wide = torch.promote_types(M.dtype, torch.float32)
+            norms = torch.linalg.vector_norm(M[0], dim=1, dtype=wide)  # M M of a symmetric M
+            diagonal = norms.square_().mul_(step.alpha).add_(self._diagonal(C), alpha=step.beta)
+            self._diagonal(out).copy_(diagonal.add_(step.delta))
         return out
+
+    def _diagonal(self, M: Tensor) -> Tensor:
+        """What this rank's rows (1, n / W, n) have of it, a view."""
+        return M[0].diagonal(offset=self.ranks.rank * M.shape[1])
 
     def scaled(self, M: Tensor, factor: float) -> Tensor:
         return (in_float32(M) * factor).to(M.dtype)
