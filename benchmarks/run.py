@@ -15,22 +15,24 @@ python benchmarks/run.py plots [--check]                      README's table, do
 
 A case is timed only after its results were compared with the reference. Finished rows stand in
 DIR/<gpu>/<name>.partial.json until the file is complete; after a cut-off the same command goes on
-with it. `--budget SECONDS` begins no case after that time, counted from the start of the command:
-exit status 3 then says that some are left. `--again CASE` measures cases of a file once more
-whose commit and sources are the same, such as after a defect of the harness. `--draft` measures a
-build with uncommitted changes and writes nothing. With `-m`, `-r` or `-T` moe_lora measures
-layers of these models (a name of harness/experts/problems.py, a Hugging Face id or a folder;
-default: those of problems.py), ranks and tokens only and writes nothing. A command of end_to_end
-measures the cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their
-rows into the file that is there; token ids and compiled models stay in --cache for the next one.
-PEERS=<folder>, an environment variable, names checkouts of other projects, which get rows beside
-ours (harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes
+with it. The same command started on several GPUs of one machine (CUDA_VISIBLE_DEVICES=0, 1, ...)
+shares the cases of one file. `--budget SECONDS` begins no case after that time, counted from the
+start of the command: exit status 3 then says that some are left. `--again CASE` measures cases of a
+file once more whose commit and sources are the same, such as after a defect of the harness.
+`--draft` measures a build with uncommitted changes and writes nothing. With `-m`, `-r` or `-T`
+moe_lora measures layers of these models (a name of harness/experts/problems.py, a Hugging Face id
+or a folder; default: those of problems.py), ranks and tokens only and writes nothing. A command of
+end_to_end measures the cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and
+puts their rows into the file that is there; token ids and compiled models stay in --cache for the
+next one. PEERS=<folder>, an environment variable, names checkouts of other projects, which get rows
+beside ours (harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes
 nothing. See docs/dev/measuring.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -103,6 +105,7 @@ def measure(
     import torch
     from harness import package, progress, report
 
+    start = time.monotonic()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks need a CUDA device")
     entry = importlib.import_module(ENTRIES[name])
@@ -111,32 +114,30 @@ def measure(
     path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
     head = header(built, entry_of(path), count=1)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-    rows, partial = [], progress.partial_path(path)
-    if not draft:
-        before = path if again and not partial.is_file() else partial
-        try:
-            head, rows = progress.continued(before, head, again)
-        except ValueError as error:
-            raise SystemExit(f"{before}: {error}") from error
-        if rows:
-            print(f"goes on behind {len(rows)} rows of {before}")
-
-    def save() -> None:
-        if rows and not draft:
-            report.write(partial, {**head, "partial": True}, rows)
-
-    cases = progress.Progress({row.case for row in rows}, end, save)
-    print(f"\n{getattr(entry, 'HEADING', report.HEADING)}")
-    for row, line in entry.rows(built, cases, **problem):
-        print(line, flush=True)
-        rows.append(row)
-    print(summary(rows))
-    if hasattr(entry, "summary"):
-        print(entry.summary(rows))
-    if not draft and not cases.left:
-        report.write(path, head, rows)
-        partial.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if not draft:
+            try:
+                file = progress.PartialFile(path, head, again)
+            except ValueError as error:
+                raise SystemExit(f"{progress.partial_path(path)}: {error}") from error
+            stack.callback(file.release)
+            if file.rows:
+                print(f"goes on behind {len(file.rows)} rows of {file.source}")
+        rows = file.rows if file else []
+        cases = progress.Progress(end=end, file=file)
+        print(f"\n{getattr(entry, 'HEADING', report.HEADING)}")
+        for row, line in entry.rows(built, cases, **problem):
+            print(f"{line}  [{time.monotonic() - start:.0f} s]", flush=True)
+            rows.append(row)
+        is_whole = file is not None and file.complete(cases.begun, [*cases.cases])
+        print(summary(rows))
+        if hasattr(entry, "summary"):
+            print(entry.summary(rows))
+    if is_whole:
         print(f"wrote {path}")
+    elif file and not cases.left:
+        print("other commands measure what is missing: the last one writes the file")
     kept = rows and not draft
     return status(rows, cases.left, "the same command goes on" if kept else "give it more time")
 
@@ -158,11 +159,11 @@ def finish(name: str, folder: Path) -> int:
         raise SystemExit(f"{partial} does not exist")
     if earlier["sources"] != sources_digest(entry_of(path)):
         raise SystemExit(f"{partial} is of other sources than this checkout")
-    late = progress.Progress({row["case"] for row in earlier["rows"]}, end=0.0)
+    late = progress.Progress(earlier["done"], end=0.0)
     entry = importlib.import_module(ENTRIES[name])
     assert not list(entry.rows(SimpleNamespace(commit=earlier["commit"]), late))
-    head = {key: value for key, value in earlier.items() if key not in ("partial", "rows")}
-    report.write(path, head | {"missing": sorted(set(late.left))}, earlier["rows"])
+    head = progress.header_of(earlier) | {"missing": sorted(set(late.left))}
+    report.write(path, head, earlier["rows"])
     partial.unlink()
     print(f"wrote {path} without {len(set(late.left))} cases")
     return 0
@@ -203,7 +204,7 @@ def measure_cases(
         print(line, flush=True)
         rows.append(row)
         if not draft:
-            with report.alone(path):  # commands on other GPUs put their rows there, too
+            with progress.Claims(path.resolve()).alone():  # commands on other GPUs write there, too
                 report.write(path, *end_to_end.merged(report.read(path), head, rows, cases))
             print(f"wrote {path}", flush=True)
     return status(rows, until.left, f"--case {' '.join(until.left)}")

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -158,6 +159,34 @@ def test_no_case_begins_behind_the_budget(toy, harness, monkeypatch, capsys) -> 
     assert toy.measured == CASES[3:] and cases_in(toy.complete) == CASES
 
 
+def test_two_commands_share_the_cases_of_a_file(toy, harness, capsys) -> None:
+    """One begins within a case of the other: that case stays the other's, in its place; a case
+    without a row, as of a peer that failed, is finished, too."""
+    inner = []
+
+    def other(case: str) -> None:
+        toy.before = lambda case: None
+        assert toy("--budget", "0") == 3
+        assert "4 cases are left" in capsys.readouterr().out
+        assert toy() == 0
+        inner.extend(toy.measured)
+        assert "other commands measure what is missing" in capsys.readouterr().out
+        assert cases_in(toy.partial) == CASES[1:] and not toy.complete.exists()
+        toy.measured = []
+
+    toy.before = other
+    assert toy() == 0
+    assert inner == CASES[1:] and toy.measured == CASES[:1]
+    assert cases_in(toy.complete) == CASES and not toy.partial.exists()
+    file = harness.progress.PartialFile(toy.partial.with_name("x.json"), HEAD)
+    file.rows.append(harness.report.failed("a"))
+    file.turn(["a", "a [peer]"], ["b"])
+    again = harness.progress.PartialFile(file.path, HEAD)
+    assert again.turn([], ["a", "a [peer]", "b", "c"]) == ["c"]
+    file.release()
+    assert again.turn([], ["b"]) == ["b"]
+
+
 def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
     monkeypatch.setattr(harness.plots, "RESULTS", Path("results"))
     toy.out /= "results"
@@ -171,7 +200,7 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
     ("entry", "some", "count"),
     [
         ("elementwise", "adamw/65536x1280/float32", 44),
-        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 114),
+        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 100),
         ("quant", "offload/Qwen3-30B-A3B", 56),
         ("one_gpu", "llama-1B/1gpu/heavy/fsdp2", 7),
         ("orthogonalize", "real/8x8192x2048", 49),
@@ -184,8 +213,7 @@ def test_an_entry_sets_up_nothing_for_known_cases(harness, monkeypatch, entry, s
     rows = getattr(harness, entry).rows
     built = SimpleNamespace(commit=COMMIT, package=SimpleNamespace(explain=lambda *_, **__: ""))
     with monkeypatch.context() as patched:
-        patched.setattr(harness.compile_ahead, "run", lambda *_: 0)
-        patched.setattr(harness.nf4_traffic, "measured", dict)
+        patched.setattr(harness.compile_ahead, "run", lambda *_: None)
         late = harness.progress.Progress(end=0.0)
         assert list(rows(built, late)) == []
     assert some in late.left and len(late.left) == len(set(late.left))
@@ -194,14 +222,14 @@ def test_an_entry_sets_up_nothing_for_known_cases(harness, monkeypatch, entry, s
     assert list(rows(built, known)) == [] == known.left
 
 
-@pytest.mark.parametrize("entry", ["moe_lora", "quant"])
+@pytest.mark.parametrize("entry", ["moe_lora", "orthogonalize", "quant"])
 def test_only_what_is_missing_is_compiled_ahead(harness, entry) -> None:
     module = getattr(harness, entry)
     built = SimpleNamespace(commit=COMMIT, package=None)
     everything = module.compile_jobs(built)
     random = module.random_cases(COMMIT)
     assert len(everything) - len(module.compile_jobs(built, random)) == 20
-    assert harness.compile_ahead.jobs_of(module.__name__, built, random)
+    assert harness.compile_ahead.jobs_of(module.__name__, "compile_jobs", built, random)
 
 
 def test_end_to_end_names_what_is_left(harness) -> None:
@@ -216,8 +244,8 @@ def test_cases_are_measured_again_in_a_file_of_the_same_sources(harness, tmp_pat
     head = dict.fromkeys(harness.progress.SAME, "x")
     rows = [harness.report.failed(case, "auto") for case in ("a", "b", "c")]
     harness.report.write(path, head, rows)
-    _, kept = harness.progress.continued(path, head, ["b"])
-    assert [row.case for row in kept] == ["a", "c"]
+    _, kept, done = harness.progress.continued(path, head, ["b"])
+    assert [row.case for row in kept] == ["a", "c"] and done == {"a", "c"}
     with pytest.raises(ValueError, match="has no row of d"):
         harness.progress.continued(path, head, ["b", "d"])
     with pytest.raises(ValueError, match="the file has commit x, this is y"):
@@ -234,10 +262,11 @@ def test_a_partial_file_is_finished_with_what_it_has(harness, tmp_path, name: st
     module = importlib.import_module(harness.run.ENTRIES[name])
     assert not list(module.rows(SimpleNamespace(commit=COMMIT), cases))
     first, *others = dict.fromkeys(cases.left)
-    harness.report.write(partial, head, [harness.report.failed(first, "auto")])
+    done = {"done": [first]}
+    harness.report.write(partial, head | done, [harness.report.failed(first, "auto")])
     assert harness.run.main([name, "--finish", str(tmp_path)]) == 0
     written = json.loads(path.read_text())
-    assert "partial" not in written and not partial.exists()
+    assert not {"partial", "done"} & written.keys() and not partial.exists()
     assert written["missing"] == sorted(others)
     harness.report.write(partial, head | {"sources": "other"}, [])
     with pytest.raises(SystemExit, match="of other sources"):
@@ -306,7 +335,16 @@ def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) ->
         time.sleep(0.05)
 
 
-# As far as each is imported, and no further.
+# As far as each is imported, and no further; axolotl's kernels are tuned by Triton.
+LORA_OPS = """
+import triton
+
+@triton.autotune(configs=[triton.Config({"X": x}) for x in range(10)], key=["n"])
+@triton.jit
+def kernel(n, X: triton.language.constexpr):
+    pass
+"""
+SCATTERMOE = "src/axolotl/integrations/kernels/libs/scattermoe_lora"
 FILES = {
     "dion": {"dion/__init__.py": "Muon = None"},
     "nanochat": {
@@ -318,9 +356,15 @@ FILES = {
         "gram_newton_schulz/__init__.py": "class GramNewtonSchulz:\n    def __call__(self): ...",
     },
     "quack": {"quack/__init__.py": ""},
-    "axolotl": {"src/axolotl/integrations/kernels/libs/scattermoe_lora/__init__.py": ""},
+    "axolotl": {
+        "src/axolotl/__init__.py": "import a_whole_trainer",
+        f"{SCATTERMOE}/__init__.py": "import axolotl.integrations.kernels.libs.scattermoe_lora"
+        ".kernels.lora_ops",
+        f"{SCATTERMOE}/kernels/__init__.py": "",
+        f"{SCATTERMOE}/kernels/lora_ops.py": LORA_OPS,
+    },
 }
-PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora")
+PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "axolotl")
 
 
 @pytest.fixture
@@ -388,6 +432,43 @@ def test_a_branch_without_a_commit_is_said(harness, tmp_path) -> None:
     (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
     with pytest.raises(harness.peers.MissingError, match="no commit at refs/heads/main"):
         harness.peers.commit_of(tmp_path)
+
+
+def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
+    (peer,) = harness.peers.offered("dion")
+    row = harness.report.failed("a")
+
+    def slow():
+        yield dataclasses.replace(row, ok=True), ""
+        time.sleep(60)
+
+    begin = time.monotonic()
+    assert list(harness.peers.rows(peer, slow, 0.2)) == []
+    assert time.monotonic() - begin < 30
+    assert "no rows of dion: TimeoutError: not done within 0 s" in capsys.readouterr().out
+    time.sleep(0.3)  # nothing rings any more
+
+
+def test_a_peers_tuning_can_be_compiled_in_parts(harness, checkouts) -> None:
+    """Each configuration in one of the parts; behind them all are tried, each for a short time."""
+    (peer,) = harness.peers.offered("axolotl")
+    (tuner,) = harness.peers._tuners()
+    configs, bench, seen = list(tuner.configs), tuner._do_bench, []
+    assert len(configs) == 10 and bench.args == harness.peers.TUNING_MS
+    calls = []
+    for number in range(3):
+        with harness.peers.slice_of_tuning(number, 3):
+            seen += tuner.configs
+            assert tuner.do_bench(lambda: calls.append(1), (0.5, 0.2)) == [0.0, 0.0]
+    assert sorted(map(str, seen)) == sorted(map(str, configs)) and len(calls) == 3
+    assert tuner.configs == configs and tuner._do_bench is bench
+    assert "TRITON_CACHE_AUTOTUNING" not in os.environ
+    built = SimpleNamespace(package=None)
+    jobs = harness.moe_lora.peer_jobs(built)
+    assert len(jobs) == 4 * harness.moe_lora.SLICES
+    units = [unit for _, units in harness.moe_lora.peer_units(peer) for unit in units]
+    assert len(units) == 8 and "Qwen3-30B-A3B/T2048/r16/fwd [axolotl]" in units
+    assert harness.moe_lora.peer_jobs(built, units) == {}
 
 
 def test_peers_are_there_for_agreed_layers_only(harness) -> None:

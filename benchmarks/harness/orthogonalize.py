@@ -9,13 +9,14 @@ the same numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import paths, peers
+from . import compile_ahead, paths, peers
 from .device import NotCountedError, added_mb, counted
 from .package import Built, load
 from .package import module as package_module
@@ -44,6 +45,9 @@ SCALE, EPS = 1.02, 1e-6
 EXACT_STEPS, EXACT_LOWER = 26, 1e-12
 CONVERGED = 1e-5  # ||X X^T - I||_F of the factor
 PEERS = ("gram-newton-schulz",)
+# Few of the cases: a peer tries its configurations for every shape.
+BESIDE_PEERS = ("real/8x2048x2048", "real/12x3072x768", "1x4096x4096/heavy", "24x1024x4096/heavy")
+PEER_SECONDS = 60  # for a case of a peer, most of which it compiles
 # Sides in SHAPES at which capability 8.0 gets products by halves, which stay if they are so much
 # faster than torch's; and the largest one of square_chain.
 MMA_SYNC_SIDES, OVER_TORCH, LARGEST_CHAIN = (4096, 8192), 1.15, 1024
@@ -63,7 +67,15 @@ def least_flops(shape: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Inputs of one shape and kind. `dtype` is that of the input."""
+    """Inputs of one shape and kind.
+
+    Args:
+        batch, m, n: the shape.
+        content: "heavy" or "real".
+        dtype: of the input.
+        label: before the shape in names.
+        width: of the GPT whose momenta they are.
+    """
 
     batch: int
     m: int
@@ -71,6 +83,7 @@ class Problem:
     content: str
     dtype: str = "float32"
     label: str = ""
+    width: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,6 +97,8 @@ class Problem:
     @property
     def case(self) -> str:
         """Name in the result file."""
+        if self.width:
+            return f"real/{self.name}"
         name = f"{self.label}{self.name}/{self.content}"
         return name if self.dtype == "float32" else f"{name}/{self.dtype}"
 
@@ -91,7 +106,7 @@ class Problem:
     def paths(self) -> tuple[str, ...]:
         """What is timed beside "auto": for listed shapes in float32, what applies to their side."""
         side = min(self.m, self.n)
-        if self.name not in SHAPES or self.label or self.dtype != "float32":
+        if self.name not in SHAPES or self.label or self.width or self.dtype != "float32":
             return ()
         found = [paths.TORCH, paths.TWO_READING]
         found += [paths.MMA_SYNC] if side in MMA_SYNC_SIDES else []
@@ -103,9 +118,9 @@ class Problem:
         return self.batch * self.m * self.n * ({"float32": 4, "bfloat16": 2}[self.dtype] + 2)
 
     @property
-    def flops(self) -> int:
-        """Of all of them."""
-        return least_flops(self.shape)
+    def floor_ms(self) -> float:
+        """Least milliseconds."""
+        return floor_ms(bytes_moved=self.bytes_moved, flops=least_flops(self.shape))
 
 
 COUNTED = Problem(256, 512, 2048, "heavy")  # whose DRAM bytes are counted
@@ -176,34 +191,39 @@ class Distances:
     worst: float
 
 
-def distances(package, x, ours, baseline) -> Distances:
-    """Compares results for x (B, m, n), full rank, with the float64 polar factor of each matrix.
+class Exact:
+    """Float64 polar factors of a batch x (B, m, n) of full rank, for all results that it has.
 
     Raises:
-        RuntimeError: the polar factor did not converge, so nothing can be said.
+        RuntimeError: one did not converge, so nothing can be said.
     """
-    import torch
 
-    reference = package_module(package, "reference.orthogonalize")
-    long = package.polar_express_coefficients(EXACT_STEPS, lower=EXACT_LOWER)
-    squares, worst = torch.zeros(2, dtype=torch.float64), 0.0
-    for i in range(len(x)):
-        matrix = x[i].double()
-        matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-        polar = reference.newton_schulz(matrix, long, 1.02)
-        gram = polar @ polar.mT
-        gram.diagonal().sub_(1)
-        if not gram.norm().item() < CONVERGED:
-            raise RuntimeError(f"the polar factor of matrix {i} did not converge")
-        exact = (reference.newton_schulz(matrix, COEFFICIENTS, SCALE) - polar).norm().item()
-        results = [r[i].double() for r in (ours, baseline)]
-        results = [r if r.shape == polar.shape else r.mT for r in results]
-        mine, theirs = ((r - polar).norm().item() for r in results)
-        # max() would drop a NaN that comes second.
-        worst = mine / exact if not mine / exact <= worst else worst
-        squares += torch.tensor([mine**2, theirs**2], dtype=torch.float64)
-    mine, theirs = (squares / (len(x) * min(x.shape[1:]))).sqrt().tolist()
-    return Distances(mine, theirs, worst)
+    def __init__(self, package, x) -> None:
+        reference = package_module(package, "reference.orthogonalize")
+        long = package.polar_express_coefficients(EXACT_STEPS, lower=EXACT_LOWER)
+        self._polar, self._five = [], []
+        for i, matrix in enumerate(x):
+            wide = matrix.double() if matrix.shape[0] <= matrix.shape[1] else matrix.double().mT
+            polar = reference.newton_schulz(wide, long, 1.02)
+            gram = polar @ polar.mT
+            gram.diagonal().sub_(1)
+            if not gram.norm().item() < CONVERGED:
+                raise RuntimeError(f"the polar factor of matrix {i} did not converge")
+            five = reference.newton_schulz(wide, COEFFICIENTS, SCALE)
+            self._polar.append(polar)
+            self._five.append((five - polar).norm().item())
+
+    def distances(self, ours, baseline) -> Distances:
+        """Of two results for x."""
+        squares, worst = [0.0, 0.0], 0.0
+        for polar, five, *results in zip(self._polar, self._five, ours, baseline, strict=True):
+            turned = (r if r.shape == polar.shape else r.mT for r in results)
+            mine, theirs = ((r.double() - polar).norm().item() for r in turned)
+            # max() would drop a NaN that comes second.
+            worst = mine / five if not mine / five <= worst else worst
+            squares = [squares[0] + mine**2, squares[1] + theirs**2]
+        count = len(self._polar) * len(self._polar[0])
+        return Distances(*(math.sqrt(square / count) for square in squares), worst)
 
 
 class Case:
@@ -372,16 +392,14 @@ def measure(
     return row, line(row, distance)
 
 
-def peer_rows(task: Task, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
-    """The rows of peers; they must come nearer to the polar factor than zero is."""
+def peer_row(
+    task: Task, built: Built, compiled: Callable, peer: peers.Peer
+) -> Iterator[tuple[Row, str]]:
+    """The row of a peer; it must come nearer to the polar factor than zero is."""
     judged = dataclasses.replace(task, allowed=math.inf)
-
-    def make(peer: peers.Peer) -> Iterator[tuple[Row, str]]:
-        case = PeerCase(task.inputs, built, compiled, peer.call)
-        row, text = measure(judged, case, peer.name, FEW_BURSTS)
-        yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
-
-    return peers.rows(PEERS, make)
+    case = PeerCase(task.inputs, built, compiled, peer.call)
+    row, text = measure(judged, case, peer.name, FEW_BURSTS)
+    yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
 
 
 def forced_rows(
@@ -402,26 +420,28 @@ def forced_rows(
         yield row, text + said(row)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+def heavy_task(problem: Problem, built: Built) -> Task:
+    """Random matrices of heavy tails."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
     sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
     inputs = [made(problem, generator, "cuda") for _ in range(sets)]
-    least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
+    exact = Exact(built.package, inputs[0])
+    return Task(problem.case, inputs, exact.distances, problem.floor_ms, 1.02)
 
-    def found(ours, baseline) -> Distances:
-        return distances(built.package, inputs[0], ours, baseline)
 
-    task = Task(problem.case, inputs, found, least, 1.02)
-    row, text = measure(task, Case(inputs, built, compiled))
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+    task = heavy_task(problem, built)
+    is_listed = problem.dtype == "float32" and not problem.label
+    bursts = BURSTS if is_listed else FEW_BURSTS
+    row, text = measure(task, Case(task.inputs, built, compiled), bursts=bursts)
     if row.ok and problem == COUNTED:
         row = dataclasses.replace(row, goals=traffic_goal())
         text += f"  DRAM bytes {row.goals['of_least_traffic']['value']}"
     yield row, text
     if row.ok and problem.paths:
         yield from forced_rows(problem, task, row, built, compiled)
-        yield from peer_rows(task, built, compiled)
 
 
 def _compiled_anew() -> Callable:
@@ -432,44 +452,54 @@ def _compiled_anew() -> Callable:
     return torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
 
 
-def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """Momenta of a GPT's matrices, a batch per shape, of the last steps of its training."""
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
+    """The baseline of each shape that is not measured yet."""
     import torch
 
+    def job(problem: Problem) -> None:
+        x = torch.randn(problem.shape, device="cuda").to(getattr(torch, problem.dtype))
+        _compiled_anew()(x)
+
+    problems = [*real_problems(), *listed(), *random_problems(int(built.commit[:8], 16))]
+    missing = [problem for problem in problems if problem.case not in measured]
+    return {one.case: functools.partial(job, one) for one in missing}
+
+
+def real_problems() -> list[Problem]:
+    """Batches of a GPT's momenta, those of one model together."""
+    return [
+        Problem(layers, *map(int, shape.split("x")), "real", width=width)
+        for width, (layers, shapes) in REAL.items()
+        for shape in shapes
+    ]
+
+
+@functools.lru_cache(1)
+def momenta(built: Built, width: int) -> Mapping[tuple[int, int], list[Any]]:
+    """Those of the last model that was trained are kept."""
     from . import zoo
 
-    for width, (layers, shapes) in REAL.items():
-        sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
-        problems = [Problem(layers, m, n, "real") for m, n in sizes]
-        if not progress.begin(*(f"real/{problem.name}" for problem in problems)):
-            continue
-        reference = package_module(built.package, "reference.orthogonalize")
-        momenta = zoo.momenta(built.package, width, layers)
-        for problem in problems:
-            name = f"real/{problem.name}"
-            if not progress.begin(name):
-                continue
-            inputs = momenta[problem.m, problem.n]
-            known = [zoo.decomposed(zoo.wide(x)) for x in inputs[0][:GATED]]
-            exact = [
-                one.distance(reference.newton_schulz(one.x, COEFFICIENTS, SCALE)) for one in known
-            ]
+    return zoo.momenta(built.package, width, REAL[width][0])
 
-            def found(ours, baseline, known=known, exact=exact) -> Distances:
-                mine, theirs = (
-                    [one.distance(zoo.wide(y)) for one, y in zip(known, results, strict=False)]
-                    for results in (ours, baseline)
-                )
-                worst = max(a / b if a == a else math.inf for a, b in zip(mine, exact, strict=True))
-                return Distances(max(mine), max(theirs), worst)
 
-            least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-            compiled = _compiled_anew()
-            task = Task(name, inputs, found, least, 1.1)
-            yield measure(task, Case(inputs, built, compiled))
-            yield from peer_rows(task, built, compiled)
-        del momenta
-        torch.cuda.empty_cache()
+def real_task(problem: Problem, built: Built) -> Task:
+    """Momenta of a GPT's matrices, a batch per shape, of the last steps of its training."""
+    from . import zoo
+
+    reference = package_module(built.package, "reference.orthogonalize")
+    inputs = momenta(built, problem.width)[problem.m, problem.n]
+    known = [zoo.decomposed(zoo.wide(x)) for x in inputs[0][:GATED]]
+    exact = [one.distance(reference.newton_schulz(one.x, COEFFICIENTS, SCALE)) for one in known]
+
+    def found(ours, baseline) -> Distances:
+        mine, theirs = (
+            [one.distance(zoo.wide(y)) for one, y in zip(known, results, strict=False)]
+            for results in (ours, baseline)
+        )
+        worst = max(a / b if a == a else math.inf for a, b in zip(mine, exact, strict=True))
+        return Distances(max(mine), max(theirs), worst)
+
+    return Task(problem.case, inputs, found, problem.floor_ms, 1.1)
 
 
 def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
@@ -496,16 +526,24 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
             return Distances(mine, theirs, mine / exact)
 
         inputs = [x.clone() for _ in range(min(sets, 16))]
-        least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-        task = Task(f"zoo/{name}", inputs, found, least, zoo.allowed(name))
+        task = Task(f"zoo/{name}", inputs, found, problem.floor_ms, zoo.allowed(name))
         yield measure(task, Case(inputs, built, compiled))
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """Every row of the file: a GPT's momenta, heavy tails, 20 shapes from the commit, the zoo."""
+    """A GPT's momenta, heavy tails, 20 shapes from the commit, the zoo; peers' rows last."""
     import torch
 
-    yield from _real_rows(built, progress)
+    if not progress.is_over:
+        compile_ahead.run(__name__, built, progress.measured)
+    for width in REAL:
+        problems = [problem for problem in real_problems() if problem.width == width]
+        if not progress.upcoming(*(problem.case for problem in problems)):
+            continue
+        for problem in problems:
+            if progress.begin(problem.case):
+                task = real_task(problem, built)
+                yield measure(task, Case(task.inputs, built, _compiled_anew()))
     before, compiled = None, polar_express_bf16
     for problem in (*listed(), *random_problems(int(built.commit[:8], 16))):
         if not progress.begin(problem.case):
@@ -515,6 +553,14 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         yield from _measured(problem, built, compiled)
         torch.cuda.empty_cache()
     yield from _zoo_rows(built, progress)
+    progress.begin()
+    for peer in peers.offered(*PEERS):
+        for problem in (*real_problems(), *listed()):
+            if problem.case in BESIDE_PEERS and progress.begin(peers.unit(problem.case, peer)):
+                task = (real_task if problem.width else heavy_task)(problem, built)
+                make = functools.partial(peer_row, task, built, _compiled_anew(), peer)
+                yield from peers.rows(peer, make, PEER_SECONDS)
+                torch.cuda.empty_cache()
 
 
 def summary(measured: Sequence[Row]) -> str:

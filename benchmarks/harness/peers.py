@@ -16,22 +16,27 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .report import Row
 
 VARIABLE = "PEERS"
+AXOLOTL_KERNELS = "axolotl.integrations.kernels.libs.scattermoe_lora"
+TUNING_MS = 5, 25  # warm-up and repetitions of a configuration that axolotl's kernels try
 # Peer -> the checkouts that it needs, its own first, and the folder of each that is imported from.
 CHECKOUTS = {
     "dion": {"dion": "."},
     "nanochat": {"nanochat": "."},
     "gram-newton-schulz": {"gram-newton-schulz": ".", "quack": "."},
-    # The package of the kernels alone: axolotl's own would import a whole trainer.
     "axolotl": {"axolotl": "src/axolotl/integrations/kernels/libs"},
 }
 
@@ -72,17 +77,39 @@ def offered(*names: str) -> Iterator[Peer]:
 
 
 def rows(
-    names: Iterable[str], make: Callable[[Peer], Iterable[tuple[Row, str]]]
+    peer: Peer, make: Callable[[], Iterable[tuple[Row, str]]], seconds: float = math.inf
 ) -> Iterator[tuple[Row, str]]:
-    """What `make` measures of each peer that is there; one that fails is said and has no row."""
-    for peer in offered(*names):
-        try:
-            for row, text in make(peer):
-                if not row.ok:
-                    raise ValueError("its results are wrong")
-                yield replace(row, peer_commit=peer.commit), text
-        except Exception as error:  # of any kind: a peer's failure must not end our measurement
-            print(f"no rows of {peer.name}: {type(error).__name__}: {error}", flush=True)
+    """What `make` measures of a peer; if it fails, or takes longer, that is said instead."""
+    try:
+        with _within(seconds):
+            measured = list(make())
+        if not all(row.ok for row, _ in measured):
+            raise ValueError("its results are wrong")
+    except Exception as error:  # of any kind: a peer's failure must not end our measurement
+        print(f"no rows of {peer.name}: {type(error).__name__}: {error}", flush=True)
+        return
+    yield from ((replace(row, peer_commit=peer.commit), text) for row, text in measured)
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in here after so long: whatever a peer compiles, ours go on."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0 if seconds == math.inf else seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def unit(case: str, peer: Peer) -> str:
+    """What a peer's row is called in a file's progress: they have their turn behind all of ours."""
+    return f"{case} [{peer.name}]"
 
 
 @functools.cache
@@ -198,7 +225,7 @@ def axolotl() -> Callable[..., Any]:
     As axolotl's replacement of a transformers layer: PEFT's B is laid out anew in each forward, and
     both fused forms of backward are asked for.
     """
-    kernels = importlib.import_module("scattermoe_lora")
+    kernels = _axolotl_kernels()
 
     def layer(x, ids, gates, weights, matrices, *, rank: int, scaling: float):
         """x (T, H), ids and gates (T, k), weights (E, out, in) of both, PEFT's A, B, A, B."""
@@ -220,6 +247,57 @@ def axolotl() -> Callable[..., Any]:
         return linear(F.silu(gate) * up, 1, 1, grouped_in=True, gates=gates)
 
     return layer
+
+
+def _axolotl_kernels() -> ModuleType:
+    """The package of its kernels under its full name, by which they import one another.
+
+    The packages around it would import a whole trainer: empty ones stand for them.
+    """
+    *parts, last = AXOLOTL_KERNELS.split(".")
+    for count in range(1, len(parts) + 1):
+        outer = ModuleType(".".join(parts[:count]))
+        outer.__path__ = sys.path[:1] if count == len(parts) else []  # where `found` looks first
+        sys.modules[outer.__name__] = outer
+    cached = "TRITON_CACHE_AUTOTUNING"
+    before = os.environ.get(cached)
+    os.environ[cached] = "1"  # read where a kernel is defined
+    try:
+        package = importlib.import_module(f"{'.'.join(parts)}.{last}")
+    finally:
+        os.environ.pop(cached) if before is None else os.environ.update({cached: before})
+    for tuner in _tuners():
+        tuner._do_bench = functools.partial(_bench, *TUNING_MS)
+    return package
+
+
+def _bench(warmup: int, rep: int, call: Callable[[], object], quantiles: Sequence[float]) -> Any:
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
+
+
+def _tuners() -> Iterator[Any]:
+    """Triton's autotuners of axolotl's kernels."""
+    from triton.runtime.autotuner import Autotuner
+
+    modules = [m for name, m in sys.modules.items() if name.startswith(f"{AXOLOTL_KERNELS}.")]
+    found = (one for module in modules for one in vars(module).values())
+    yield from {id(one): one for one in found if isinstance(one, Autotuner)}.values()
+
+
+@contextmanager
+def slice_of_tuning(number: int, count: int) -> Iterator[None]:
+    """In here axolotl's kernels try every `count`-th of their configurations, once: to compile."""
+    before = [(tuner, tuner.configs, tuner._do_bench) for tuner in _tuners()]
+    for tuner, configs, _ in before:
+        tuner.configs, tuner.cache = configs[number::count] or configs[:1], {}
+        tuner._do_bench = lambda call, quantiles: [call(), [0.0] * len(quantiles)][1]
+    try:
+        yield
+    finally:
+        for tuner, configs, bench in before:
+            tuner.configs, tuner.cache, tuner._do_bench = configs, {}, bench
 
 
 ADAPTERS = {

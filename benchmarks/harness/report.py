@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -120,15 +118,6 @@ def write(path: Path, header: dict, rows: Sequence[Row | dict]) -> None:
 def read(path: Path) -> dict | None:
     """A result file, if there is one."""
     return json.loads(path.read_text()) if path.is_file() else None
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Between other commands that read a result file and write it anew, such as on other GPUs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def difference(earlier: dict, head: dict, keys: Iterable[str]) -> str | None:

@@ -143,6 +143,7 @@ def clock(
     between: Callable[[], object] = lambda: None,
     bursts: int = BURSTS,
     calls: int = CALLS,
+    host_calls: int = HOST_CALLS,
     synchronize: Callable[[], None] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Median (wall, host) milliseconds of eager calls, per variant; bursts take turns.
@@ -153,6 +154,7 @@ def clock(
         between: what changes between two bursts, such as parameters in place.
         bursts: of each kind and variant.
         calls: of a burst whose wall time counts.
+        host_calls: of a burst whose host time counts: few enough that the queue takes all launches.
         synchronize: waits for the device; None for CUDA's.
     """
     if synchronize is None:
@@ -160,13 +162,13 @@ def clock(
 
         synchronize = torch.cuda.synchronize
     for call in variants.values():
-        burst(call, 0, HOST_CALLS, sets, synchronize=synchronize)
+        burst(call, 0, host_calls, sets, synchronize=synchronize)
     walls: dict[str, list[float]] = {name: [] for name in variants}
     hosts: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(bursts):
         for name, call in variants.items():
             between()
-            _, host = burst(call, number, HOST_CALLS, sets, synchronize=synchronize)
+            _, host = burst(call, number, host_calls, sets, synchronize=synchronize)
             between()
             wall, _ = burst(call, number, calls, sets, synchronize=synchronize)
             walls[name].append(wall)
@@ -182,6 +184,7 @@ def times(
     sets: int,
     between: Callable[[], object] = lambda: None,
     bursts: int = BURSTS,
+    host_calls: int = HOST_CALLS,
     device: Mapping[str, Callable[[int], object]] | None = None,
     **options,
 ) -> dict[str, Times]:
@@ -192,10 +195,11 @@ def times(
         sets: input sets that the calls take turns over.
         between: as of `clock`.
         bursts: as of `clock`.
+        host_calls: as of `clock`.
         device: what the device's time is taken of, where it is not the same calls.
         options: of `medians`.
     """
-    shown = clock(variants, sets=sets, between=between, bursts=bursts)
+    shown = clock(variants, sets=sets, between=between, bursts=bursts, host_calls=host_calls)
     host = {name: host for name, (_, host) in shown.items()}
     ms = medians(device or variants, sets=sets, host_ms=host, **options)
     return {name: Times(ms[name], *shown[name]) for name in variants}

@@ -205,7 +205,7 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch, clockless):
     clockless(quant, times)
     others = ("fused", "chunked", "selective")
     built = SimpleNamespace(package=opt)
-    rows = [row for row, _ in quant.layer_rows(layer, built, ("fwd",), others, {})]
+    rows = [row for row, _ in quant.layer_rows(layer, built, ("fwd",), others)]
     chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
     assert used == ["auto", *(name for name in others if name != chosen)]
     assert [row.variant for row in rows] == ["auto", *used[1:]]
@@ -255,15 +255,14 @@ def test_a_row_that_fails_costs_no_other(harness):
     assert (row.case, row.variant) == ("a", "others")
 
 
-def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
-    """The result file is written from them; printed lines say how far the run is."""
+def test_every_case_has_a_row_though_all_fail(harness, monkeypatch):
+    """The result file is written from them."""
     quant, commit = harness.quant, "0123abcd" * 5
 
     def broken(*_, **__):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(quant.compile_ahead, "run", lambda *_: 14)
-    monkeypatch.setattr(quant.nf4_traffic, "measured", dict)
+    monkeypatch.setattr(quant.compile_ahead, "run", lambda *_: None)
     for where, name in (
         (quant, "layer_rows"),
         (quant, "dequant_row"),
@@ -277,8 +276,7 @@ def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
     expected = [f"{p[0].name}/{d}" for p in quant.problems(commit) for d in p[1]]
     assert [row.case for row, _ in found][5:-1] == expected
     assert found[-1][0].case == "offload/Qwen3-30B-A3B"
-    assert all("illegal memory" in line and line.endswith(" s]") for _, line in found)
-    assert "compiled by 14 processes" in capsys.readouterr().out
+    assert all("illegal memory" in line for _, line in found)
 
 
 def test_offload_gets_a_row_when_the_bits_agree(harness, opt, clockless):
@@ -394,18 +392,27 @@ def test_a_compiled_baseline_is_stepped_by_the_same_parameters(entry, pair, monk
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_the_row_of_a_case(harness, entry, pair, monkeypatch, mode) -> None:
-    settled = []
+    order = []
     times = {"ours": (4.0, 3.0), "baseline": (8.0, 6.0), "compiled baseline": (6.0, 2.0)}
     sides = pair("lora")
     monkeypatch.setattr(entry, "pair", lambda *_: sides)
-    monkeypatch.setattr(entry, "clock", lambda sides, **_: {name: times[name] for name in sides})
+    step = entry.Side.step
+    monkeypatch.setattr(entry.Side, "step", lambda side, k: order.append(k) or step(side, k))
+
+    def clock(sides, **_):
+        order.append("clock")
+        return {name: times[name] for name in sides}
+
+    monkeypatch.setattr(entry, "clock", clock)
     monkeypatch.setattr(entry, "peak_mb", lambda call, _: call() or 5.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda **inputs: model(**inputs))
-    monkeypatch.setattr(entry, "settle", settled.append)
+    monkeypatch.setattr(entry, "settle", order.append)
     case = f"qwen3-moe-8l/2048/lora/{mode}"
     built = SimpleNamespace(package="the package")
     ((row, line),) = entry.rows(built, [case])
-    assert settled == ["the package"], "nothing is compiled beside the clock"
+    before = order[: order.index("clock")]
+    assert before[-1] == "the package", "nothing is compiled beside the clock"
+    assert before.count("the package") == entry.WARM_STEPS and set(before) >= set(range(4))
     assert row.ok and row.speedup == 2.0 and row.tokens_per_s == 512_000
     assert row.baseline_compiled_wall_ms == (6.0 if mode == "compile" else None)
     assert harness.is_well_formed([row])

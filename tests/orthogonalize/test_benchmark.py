@@ -44,13 +44,13 @@ def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
     rows = opt.polar_express_coefficients()
     exact = reference.newton_schulz(x, rows, 1.02)
     for turn in (lambda t: t, lambda t: t.mT):
-        found = entry.distances(opt, turn(x), turn(1.1 * polar), turn(exact))
+        found = entry.Exact(opt, turn(x)).distances(turn(1.1 * polar), turn(exact))
         assert found.ours == pytest.approx(0.1, rel=1e-5)
         assert found.baseline == pytest.approx(relative_error(exact, polar), rel=1e-5)
         least = min(relative_error(e, p) for e, p in zip(exact, polar, strict=True))
         assert found.worst == pytest.approx(0.1 / least, rel=1e-5)
     with pytest.raises(RuntimeError, match="matrix 0 did not converge"):
-        entry.distances(opt, torch.zeros(1, 4, 4), polar[:1], polar[:1])
+        entry.Exact(opt, torch.zeros(1, 4, 4))
 
 
 def task_of(entry, built, name: str):
@@ -59,7 +59,7 @@ def task_of(entry, built, name: str):
     inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
 
     def found(mine, theirs):
-        return entry.distances(built.package, inputs[0], mine, theirs)
+        return entry.Exact(built.package, inputs[0]).distances(mine, theirs)
 
     return entry.Task(name, inputs, found, 1.0, 1.02)
 
@@ -131,7 +131,8 @@ def test_every_path_passes_the_gate(opt, entry, paths, path) -> None:
     x = entry.made(entry.Problem(2, 48, 128, "heavy"), torch.Generator().manual_seed(0), "cpu")
     with paths.forced(opt, path):
         for g in (x, x.mT.contiguous()):
-            found = entry.distances(opt, g, opt.orthogonalize(g), entry.polar_express_bf16(g))
+            exact = entry.Exact(opt, g)
+            found = exact.distances(opt.orthogonalize(g), entry.polar_express_bf16(g))
             assert found.worst <= 1.02
             half = opt.orthogonalize(g, dtype=torch.float16)
-            assert entry.distances(opt, g, half, half).worst <= 1.05
+            assert exact.distances(half, half).worst <= 1.05

@@ -7,6 +7,7 @@ another text. The rows of experts have a commit and sources of their own.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -151,7 +152,7 @@ def rows(
 ) -> Iterator[tuple[Row, str]]:
     """The rows of these cases; `tokens` are of the recipe's vocabulary, for trainings."""
     asked = [case for case in cases if not is_of_experts(case)]
-    if progress.begin(*asked):
+    if progress.upcoming(*asked):
         yield from trainings(asked, Plan(), tokens, built, device, progress)
     for case in cases:
         if case in moe_model.CASES and progress.begin(case):
@@ -185,11 +186,11 @@ def trainings(
             yield row, line(row)
             continue
         try:
-            peers.found(name)
+            peer = peers.found(name)
         except peers.MissingError as reason:
             print(f"{case:<36} not run: {reason}", flush=True)
             continue
-        yield from peers.rows([name], lambda peer: peer_row(peer.name, training))
+        yield from peers.rows(peer, functools.partial(peer_row, name, training))
 
 
 def peer_row(name: str, training: Pretraining) -> Iterator[tuple[Row, str]]:

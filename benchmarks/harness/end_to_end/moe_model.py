@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..timer import LEAST_SETS, clock
 RANK, SCALE = 16, 2.0
 B_STD = 0.05  # of the adapters' B, which PEFT starts at zero: an adapter that is lost must show
 BURSTS, CALLS = 4, 12
+WARM_STEPS = 2 * LEAST_SETS  # before the clock
 # Of ours against the baseline: of each block of experts on the same input, and of the whole model,
 # where roundings of bfloat16 send some tokens to other experts.
 BLOCK, LOSS, GRADIENT = 0.03, 5e-3, 0.05
@@ -322,13 +323,13 @@ def measure(problem: Problem, built: Built) -> tuple[Row, str]:
     if problem.mode == "compile":
         ours.compile()
     good, error = compare(ours, baseline)
-    settle(built.package)
     if not good:
         return failed(problem.case), f"{problem.case:<36} WRONG RESULTS, not timed"
     calls = {"ours": ours.step, "baseline": baseline.step}
     compiled = None
     if problem.mode == "compile" and (compiled := compiled_step(baseline)):
         calls["compiled baseline"] = compiled
+    warm_up(calls, built)
     times = clock(calls, sets=LEAST_SETS, bursts=BURSTS, calls=CALLS)
     (wall, host), (base_wall, base_host) = times["ours"], times["baseline"]
     row = ModelRow(
@@ -354,6 +355,15 @@ def measure(problem: Problem, built: Built) -> tuple[Row, str]:
         shown += f", compiled baseline {row.baseline_compiled_wall_ms:.2f} ms"
     row = judged(row, problem.goals, {})
     return row, shown + said(row)
+
+
+def warm_up(calls: Mapping[str, Callable[[int], object]], built: Built) -> None:
+    """Bring all sides into the state that they train in: what a training's first steps compile,
+    allocate and import is neither in the clock nor beside it."""
+    for number in range(WARM_STEPS):
+        for call in calls.values():
+            call(number % LEAST_SETS)
+        settle(built.package)
 
 
 def compiled_step(baseline: Side):

@@ -10,7 +10,6 @@ GPUs other than Hopper's take, asked for by name on this one.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,8 @@ BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
 PEER_FACTOR = 4.0  # the same of a peer
 PEERS = ("axolotl",)
+SLICES = 8  # of the configurations that a peer's kernels try, for processes that compile ahead
+PEER_SECONDS = 120  # for a layer of a peer
 ROUNDS = 15  # timed
 DIRECTIONS = ("fwd", "fwd+bwd")
 ALIGNED = 8  # elements: grouped_mm takes no other rows of 16 bits
@@ -285,24 +286,30 @@ def is_compared(layer: Layer) -> bool:
     return goals.is_judged(layer)
 
 
-def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
-    """The rows of one layer that have these names, and their printed lines."""
+def input_sets(layer: Layer, built: Built) -> list[LayerCase]:
+    """Enough of them that none is in the cache at its turn."""
     import torch
 
-    weights = 6 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    cases = [LayerCase(layer, built, seed) for seed in range(cold_sets(weights, l2))]
+    return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes, l2))]
+
+
+def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
+    """The rows of one layer that have these names, and their printed lines."""
+    cases = input_sets(layer, built)
     yield from variant_rows(layer, names, cases, "auto", LayerCase.ours)
     if is_compared(layer):
         yield from variant_rows(layer, names, cases, "triton", lambda c: c.ours("triton"))
 
-        def of_peer(peer: peers.Peer) -> Iterator[tuple[Row, str]]:
-            def run(case: LayerCase):
-                return case.peer(peer)
 
-            return variant_rows(layer, names, cases, peer.name, run, PEER_FACTOR)
+def peer_rows(layer: Layer, built: Built, peer: peers.Peer) -> Iterator[tuple[Row, str]]:
+    """The rows of a peer over a layer of ours."""
 
-        yield from peers.rows(PEERS, of_peer)
+    def run(case: LayerCase):
+        return case.peer(peer)
+
+    cases = input_sets(layer, built)
+    return variant_rows(layer, cases_of(layer), cases, peer.name, run, PEER_FACTOR)
 
 
 def variant_rows(
@@ -321,7 +328,6 @@ def variant_rows(
     if not is_compared(layer):
         cases[0].forget()
     torch.cuda.empty_cache()
-    weights = 6 * layer.experts * layer.hidden * layer.intermediate
     calls = [calls_of(case, functools.partial(run, case)) for case in cases]
     floors = layer.floors(cases[0].active)
     for name, direction, floor in zip(cases_of(layer), DIRECTIONS, floors, strict=True):
@@ -356,7 +362,7 @@ def variant_rows(
         )
         row = judged(passed(name, measured, variant), wanted, {})
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
-        yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
+        yield row, line(row, gigabytes=layer.weight_bytes / 1e9) + memory + said(row)
 
 
 def file_layers(commit: str) -> list[Layer]:
@@ -364,7 +370,7 @@ def file_layers(commit: str) -> list[Layer]:
     return [*listed(), *random_layers(int(commit[:8], 16))]
 
 
-def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[[], object]]:
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
     """A call per layer that is not measured yet, for `compile_ahead`."""
 
     def job(layer: Layer) -> None:
@@ -377,7 +383,31 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
                 calls["ours"]()
 
     layers = file_layers(built.commit)
-    return [functools.partial(job, one) for one in layers if {*cases_of(one)} - {*measured}]
+    missing = [one for one in layers if {*cases_of(one)} - {*measured}]
+    return {layer.name: functools.partial(job, layer) for layer in missing}
+
+
+def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
+    """Calls of peers' layers, each with a part of the configurations that the peer tries."""
+
+    def job(layer: Layer, peer: peers.Peer, number: int) -> None:
+        case = LayerCase(layer, built, 0)
+        with peers.slice_of_tuning(number, SLICES):
+            calls_of(case, lambda: case.peer(peer))["fwd+bwd"]["ours"]()
+
+    return {
+        f"{layer.name} {peer.name} {number}": functools.partial(job, layer, peer, number)
+        for peer in peers.offered(*PEERS)
+        for layer, units in peer_units(peer)
+        if {*units} - {*measured}
+        for number in range(SLICES)
+    }
+
+
+def peer_units(peer: peers.Peer) -> Iterator[tuple[Layer, list[str]]]:
+    """Layers that a peer is measured on, and what their rows are called in the file's progress."""
+    for layer in filter(is_compared, listed()):
+        yield layer, [peers.unit(case, peer) for case in cases_of(layer)]
 
 
 def rows(
@@ -387,19 +417,15 @@ def rows(
     ranks: Sequence[int] = (16,),
     tokens: int = 2048,
 ) -> Iterator[tuple[Row, str]]:
-    """The file's layers; or the models, ranks and tokens that were asked for."""
+    """The file's layers, then peers'; or the models, ranks and tokens that were asked for."""
     import torch
 
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not progress.is_over:
         print(built.package.explain("grouped_lora_linear", device="cuda"))
-    if not layers:
-        layers = file_layers(built.commit)
     if not models and not progress.is_over:
-        start = time.perf_counter()
-        count = compile_ahead.run("harness.experts.moe_lora", built, progress.measured)
-        print(f"[{time.perf_counter() - start:.0f} s] compiled by {count} processes", flush=True)
-    for layer in layers:
+        compile_ahead.run(__name__, built, progress.measured)
+    for layer in layers or file_layers(built.commit):
         names = progress.begin(*cases_of(layer))
         if not names:
             continue
@@ -407,6 +433,17 @@ def rows(
             print(*projections.lines(layer, built), sep="\n", flush=True)
         yield from measure(layer, names, built)
         torch.cuda.empty_cache()
+    if models:
+        return
+    progress.begin()
+    for peer in peers.offered(*PEERS):
+        if not progress.is_over:
+            compile_ahead.run(__name__, built, progress.measured, "peer_jobs")
+        for layer, units in peer_units(peer):
+            if progress.begin(*units):
+                make = functools.partial(peer_rows, layer, built, peer)
+                yield from peers.rows(peer, make, PEER_SECONDS)
+                torch.cuda.empty_cache()
 
 
 def random_cases(commit: str) -> set[str]:

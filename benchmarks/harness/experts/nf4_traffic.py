@@ -6,6 +6,8 @@ missing is said in the row instead of a number.
 
 from __future__ import annotations
 
+import functools
+
 from ..device import NotCountedError, counted
 from .goals import TRAFFIC
 from .problems import MODELS, Layer
@@ -26,6 +28,7 @@ def least_bytes(layer: Layer, active: int, per_weight: float) -> float:
     return total
 
 
+@functools.cache
 def measured() -> dict[str, float | str]:
     """Model -> DRAM bytes over the least that the forward products need, or why there is none."""
     try:

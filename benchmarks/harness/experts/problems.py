@@ -56,6 +56,11 @@ class Layer:
         """Rows of the grouped products."""
         return self.tokens * self.top_k
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all experts in bfloat16."""
+        return 3 * ELEMENT * self.experts * self.hidden * self.intermediate
+
     def projections(self) -> dict[str, tuple[int, int]]:
         """(K, N) by name."""
         return {
@@ -91,15 +96,12 @@ class Layer:
 
 
 def listed() -> list[Layer]:
-    """The agreed layers, each without LoRA for the overhead, and gpt-oss's."""
-    layers = []
-    for model, sizes in MODELS.items():
-        base = Layer(model, *sizes)
-        layers += [base, dataclasses.replace(base, rank=0)]
+    """The agreed layers, those that README and goals name first."""
+    layers = [Layer(model, *sizes) for model, sizes in MODELS.items()]
+    for base in tuple(layers):
         layers += [dataclasses.replace(base, tokens=tokens) for tokens in (16, 128, 512, 8192)]
-        layers += [dataclasses.replace(base, rank=rank) for rank in (12, 64)]
-        layers.append(dataclasses.replace(base, fp32_lora=True))
-    return [*layers, Layer(*GPT_OSS)]
+        layers += [dataclasses.replace(base, rank=64), dataclasses.replace(base, fp32_lora=True)]
+    return [*layers, dataclasses.replace(layers[1], rank=12), Layer(*GPT_OSS)]
 
 
 def random_layers(seed: int, count: int = 20) -> list[Layer]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -145,7 +144,6 @@ def layer_rows(
     built: Built,
     directions: tuple[str, ...],
     others: tuple[str, ...],
-    traffic: dict[str, float | str],
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
     import torch
@@ -191,7 +189,9 @@ def layer_rows(
         }
         found = times(listed, bursts=BURSTS if wanted else FEW_BURSTS, **options)
         found |= times(rest, bursts=FEW_BURSTS, **options) if rest else {}
-        values = {"of_least_traffic": traffic.get(layer.model, "not asked for")}
+        values = {}
+        if "of_least_traffic" in wanted:
+            values["of_least_traffic"] = nf4_traffic.measured()[layer.model]
         if "bf16" in turns and "auto" in found:
             values["of_bf16"] = found["auto"].wall_ms / found["bf16"].wall_ms
         turns.pop("bf16", None)
@@ -345,7 +345,7 @@ def cases_of(layer: Layer, directions: Sequence[str]) -> dict[str, str]:
     return {f"{layer.name}/{direction}": direction for direction in directions}
 
 
-def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[[], object]]:
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
     """A call per layer and strategy, and per layer in bfloat16 beside it, for `compile_ahead`."""
 
     def job(layer: Layer, direction: str, strategy: str) -> None:
@@ -356,51 +356,23 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
         case.use(strategy)
         calls_of(case)[direction]["ours"]()
 
-    jobs = []
+    jobs = {}
     for layer, directions, others in problems(built.commit):
         if not cases_of(layer, directions).keys() - {*measured}:
             continue
         direction = directions[-1]
         beside = ("bf16",) if "of_bf16" in packed_goals(layer, direction) else ()
         for strategy in ("auto", *others, *beside):
-            jobs.append(functools.partial(job, layer, direction, strategy))
+            jobs[f"{layer.name} {strategy}"] = functools.partial(job, layer, direction, strategy)
     return jobs
 
 
-def counts_traffic(built: Built, measured: Collection[str]) -> bool:
-    """Whether a row that is not measured yet has a goal for its DRAM bytes."""
-    return any(
-        "of_least_traffic" in packed_goals(layer, direction)
-        for layer, directions, _ in problems(built.commit)
-        for case, direction in cases_of(layer, directions).items()
-        if case not in measured
-    )
-
-
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """Every row, with the seconds since the start: two minutes on an H200, a third to compile."""
-    start = time.perf_counter()
-
-    def stamp() -> str:
-        return f"[{time.perf_counter() - start:.0f} s]"
-
-    if progress.is_over:
-        return (yield from every_row(built, progress, {}))
-    print(f"{stamp()} compiling", flush=True)
-    count = compile_ahead.run("harness.experts.quant", built, progress.measured)
-    print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
-    traffic = nf4_traffic.measured() if counts_traffic(built, progress.measured) else {}
-    print(f"{stamp()} {traffic}", flush=True)
-    for row, printed in every_row(built, progress, traffic):
-        yield row, f"{printed}  {stamp()}"
-
-
-def every_row(
-    built: Built, progress: Progress, traffic: dict[str, float | str]
-) -> Iterator[tuple[Row, str]]:
     """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
     from .nf4_offload import MODEL, offload_row
 
+    if not progress.is_over:
+        compile_ahead.run(__name__, built, progress.measured)
     stacks = [(f"dequant/{model}", sizes, sizes[0]) for model, sizes in MODELS.items()]
     stacks.append(("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8))
     for stack in stacks:
@@ -409,7 +381,7 @@ def every_row(
     for layer, directions, others in problems(built.commit):
         cases = cases_of(layer, directions)
         if names := progress.begin(*cases):
-            arguments = (layer, built, tuple(map(cases.get, names)), others, traffic)
+            arguments = (layer, built, tuple(map(cases.get, names)), others)
             yield from guarded(lambda arguments=arguments: layer_rows(*arguments), names)
     if names := progress.begin(f"offload/{MODEL}"):
         yield from guarded(lambda: iter([offload_row(built)]), names)

@@ -7,6 +7,7 @@ steps, and sets them to None, as a training loop does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 STEPS = 5  # of the orthogonalization
 LR, DECAY = 1e-3, 0.1
 WARMUP, TIMED = 4, 15
+HOST_CALLS = 2  # whose 400 launches each a queue of 1024 takes
 
 # Matrices for Muon, parameters for AdamW.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
@@ -75,14 +77,16 @@ class Model:
 
 
 LISTED = (
+    Model("llama-1B", "bfloat16"),
     Model("gpt2-124M"),
     Model("nanochat-d20"),
     Model("llama-1B"),
-    Model("llama-1B", "bfloat16"),
     Model("experts-128"),
 )
 
 PEERS = ("dion", "nanochat")
+BESIDE_PEERS = LISTED[:2]  # those of README
+PEER_SECONDS = 150  # for a step of a peer, most of which it compiles
 # Beside what a user gets: the step on torch's products, as on capability 8.0, which takes no others
 # for sides below 4096; and over DTensors of a mesh of one GPU.
 COMPARED = ("gpt2-124M", "llama-1B")
@@ -221,7 +225,7 @@ class StepCase:
     def times(self, optimizer, **options) -> tuple[Times, Times]:
         """A step of the optimizer and of the baseline, by turns; options of `timer.times`."""
         calls = {"ours": self.call(optimizer), "baseline": self.call(self.baseline)}
-        options = {"rounds": TIMED, "warmup": WARMUP, **options}
+        options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS, **options}
         found = times(calls, sets=len(self.gradients), **options)
         return found["ours"], found["baseline"]
 
@@ -238,7 +242,7 @@ def row_of(
 
 
 def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
-    """The row of one model and its printed line, then on torch's products, then those of peers."""
+    """The row of one model and its printed line, then on torch's products."""
     case = StepCase(model, built, device)
     good, *errors = case.compare()
     row = row_of(case, model, case.ours, errors, "auto") if good else failed(model.case)
@@ -251,11 +255,11 @@ def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[
             if good:
                 row = row_of(case, model, optimizer, errors, row.variant, bursts=FEW_BURSTS)
         yield row, line(row, gigabytes=model.bytes_moved / 1e9)
-    if all(len(shape) == 2 for shape in SHAPES[model.name][0]):
-        yield from peers.rows(PEERS, lambda peer: [peer_row(case, model, peer)])
 
 
-def peer_row(case: StepCase, model: Model, peer: peers.Peer) -> tuple[Row, str]:
+def peer_row(
+    model: Model, built: Built, peer: peers.Peer, device: str = "cuda"
+) -> Iterator[tuple[Row, str]]:
     """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
 
     Its error is the distance from our rule's step, which nanochat's does not follow.
@@ -263,12 +267,13 @@ def peer_row(case: StepCase, model: Model, peer: peers.Peer) -> tuple[Row, str]:
     import torch
 
     torch._dynamo.reset()  # it keeps eight compilations of a function, and fails at the next
+    case = StepCase(model, built, device)
     optimizer = case.peer(peer)
     _, *errors = case.compare(optimizer)
     row = failed(model.case, peer.name)
     if case.moves(optimizer):
         row = row_of(case, model, optimizer, errors, peer.name, bursts=FEW_BURSTS)
-    return row, line(row, gigabytes=model.bytes_moved / 1e9)
+    yield row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
 @contextmanager
@@ -307,7 +312,7 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
             return row, line(row, gigabytes=0)
         peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
         calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
-        options = {"rounds": TIMED, "warmup": WARMUP}
+        options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS}
         found = times(calls, sets=len(plain.gradients), **options)
         row = passed(
             name,
@@ -325,7 +330,7 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """Every row of the file."""
+    """Every row of the file, peers' last."""
     import torch
 
     for model in LISTED:
@@ -336,3 +341,10 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         if progress.begin(sharded_case(model)):
             yield measure_shards(model, built)
             torch.cuda.empty_cache()
+    progress.begin()
+    for peer in peers.offered(*PEERS):
+        for model in BESIDE_PEERS:
+            if progress.begin(peers.unit(model.case, peer)):
+                make = functools.partial(peer_row, model, built, peer)
+                yield from peers.rows(peer, make, PEER_SECONDS)
+                torch.cuda.empty_cache()
