@@ -130,12 +130,22 @@ PROBLEMS = (
     Problem(activation="gpt_oss", interleaved=True, bias=True, quant_type="mxfp4"),
     Problem(routing="sentinels", quant_type="fp8", hidden=150, intermediate=70),
 )
+# Decoded to memory, most for blocks that leave their rows; and how many experts at a time.
+SLICED = (
+    (Problem(strategy="chunked", hidden=48, bias=True, routing="sentinels"), 1),
+    (Problem(strategy="auto", hidden=48, intermediate=24, lora_dtype=torch.bfloat16), 2),
+    (Problem(strategy="chunked", routing="one", rank=None, quant_type="fp8"), 2),
+    (Problem(strategy="chunked", routing="all-sentinels", quant_type="mxfp4"), 3),
+    (Problem(strategy="chunked", hidden=48, quant_type="fp4", wanted=("gate_up.b", "gates")), 3),
+)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_it_equals_its_stages(moe, device, stages_apart, problem):
-    apart, taken = stages_apart
-    layer = Layer(moe, device, problem)
+    compare_with_stages(Layer(moe, device, problem), *stages_apart)
+
+
+def compare_with_stages(layer, apart, taken) -> None:
     found = layer.step()
     assert taken == [True]
     with apart():
@@ -145,6 +155,15 @@ def test_it_equals_its_stages(moe, device, stages_apart, problem):
     for name, value in expected.items():
         assert found[name].stride() == value.stride(), name
         assert relative_error(found[name], value) <= 2e-6, name
+
+
+@pytest.mark.parametrize(("problem", "at_once"), SLICED, ids=str)
+def test_slices_equal_their_stages(
+    moe, device, submodule, monkeypatch, stages_apart, problem, at_once
+):
+    bound = at_once * 2 * problem.intermediate * problem.hidden * problem.dtype.itemsize
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
+    compare_with_stages(Layer(moe, device, problem), *stages_apart)
 
 
 def test_it_equals_its_reference(moe, submodule, device):
@@ -174,8 +193,8 @@ def test_runs_repeat_to_the_bit(moe, device, stages_apart):
 
 
 def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
-    """Decoding to memory, a gate that is missing, and a bias that trains."""
-    Layer(moe, device, Problem(strategy="chunked")).step()
+    """Decoding of the active experts alone, and a bias that trains."""
+    Layer(moe, device, Problem(strategy="selective")).step()
     layer = Layer(moe, device, Problem(bias=True))
     layer.biases["down_bias"].requires_grad_()
     torch.autograd.grad(layer.forward().sum(), layer.biases["down_bias"])

@@ -177,8 +177,9 @@ compiler, decoding = (
 )
 packed, out = torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
 for whole in (False, True):
-    operands = (packed, out, packed.long(), *(out,) * 4, out, 1, 64, 2, 6)
+    operands = (packed, out, packed.long(), *(out,) * 4, out, 1, 64, 2, 6, 0)
     named = dict(MX=False, WHOLE_BYTES=whole, CUSTOM=False, NESTED=False, BLOCK=64)
+    named["BY_ROWS"] = whole
     found = compiler.specialization(decoding._nibbles, operands, named)
     assert found.constants[8,] == 1
     compiler.begin(decoding._nibbles, found, {{}}, GPUTarget("cuda", 80, 32))

@@ -1,6 +1,7 @@
 """The layer as one autograd node: operands' order and gradients, launches played again."""
 
 import contextlib
+import copy
 import dataclasses
 import os
 import subprocess
@@ -211,6 +212,8 @@ QUANTIZED = [
     QuantizedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
     QuantizedProblem(activation="gelu", interleaved=True, routing="sentinels"),
     QuantizedProblem(wanted=("down.a",)),
+    QuantizedProblem(hidden=48, strategy="auto"),
+    QuantizedProblem(quant_type="fp8", strategy="chunked", routing="sentinels"),
 ]
 
 
@@ -286,6 +289,23 @@ def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> 
     sorts = names.count("_place")
     assert sorts == 2 + len(means), "prepared, each height, recorded"
     assert names.count("_glu_backward_dots") == 2 + len(means), "backward was recorded, too"
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4", "mxfp4", "fp8"])
+def test_slices_are_recorded(
+    moe, submodule, device, taken, prepared, monkeypatch, quant_type
+) -> None:
+    """All of a layer whose experts are decoded to memory is launches: two for a slice."""
+    problem = QuantizedProblem(strategy="chunked", quant_type=quant_type, hidden=96)
+    bound = problem.hidden * 2 * problem.intermediate * 4
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
+    QuantizedLayer(moe, device, problem).step()
+    names = [name for name, _ in prepared]
+    decodes = "_fp8" if quant_type == "fp8" else "_nibbles"
+    directions = 2 + len(submodule("moe.eager_layer")._MEANS)  # prepared, heights, recorded
+    # Of gate_up one expert at a time, of down two; three experts in each.
+    assert names.count(decodes) == names.count("_grouped_product") == 2 * directions * (3 + 2)
+    assert names.count("_tiles_of_slices") == 2 * directions * 2
 
 
 LARGE = {"tokens": 300, "top_k": 2, "experts": 8, "hidden": 256, "intermediate": 128}
@@ -549,6 +569,65 @@ def test_bits_of_launches_over_4_bits(
             expected = run(x, ids, gates, grad)
         compare(run(x, ids, gates, grad), expected)
     assert len(played) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at_once", [3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4", "mxfp4", "fp8"])
+def test_bits_of_launches_in_slices(
+    moe, submodule, device, launched, played, monkeypatch, quant_type, dtype, at_once
+) -> None:
+    """Decoded to memory, some experts at a time: as launched one by one, and near `selective`."""
+    sizes = {"tokens": 300, "experts": 8, "hidden": 224, "intermediate": 160}
+    form = {"bias": True, "routing": "sentinels", "dtype": dtype, "rank": 8, "rank_down": 12}
+    options = {**sizes, **form, "quant_type": quant_type}
+    problem = QuantizedProblem(**options, strategy="chunked", blocksize=64)
+    bound = at_once * 2 * problem.hidden * problem.intermediate * dtype.itemsize
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
+    monkeypatch.setattr(submodule("moe.quantized.eager_quantized"), "_taken", {})
+    layer = QuantizedLayer(moe, device, problem)
+    for routing in ("sentinels", "one", "no-ends"):
+        layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device))
+        with launched():
+            expected = layer.step("auto")
+        found = layer.step("auto")
+        compare(found.values(), expected.values())
+        apart = packed_of(layer, "selective").step("auto")
+        for name, value in apart.items():
+            assert relative_error(found[name], value) <= 2e-2, name
+    assert sorted(set(played) - {"expert_sort"}) == ["experts", "experts_backward"]
+    assert len(played) <= 3, "once each"
+
+
+def packed_of(layer: QuantizedLayer, strategy: str) -> QuantizedLayer:
+    """The layer by another strategy."""
+    other = copy.copy(layer)
+    other.packed = [copy.copy(one) for one in layer.packed]
+    for one in other.packed:
+        one.strategy = strategy
+    return other
+
+
+@pytest.mark.gpu
+def test_a_slice_bounds_the_peak(moe, submodule, device, monkeypatch) -> None:
+    """Of a stack that is decoded in slices, one slice is in memory beside what one row takes."""
+    problem = QuantizedProblem(
+        tokens=64, experts=16, hidden=1040, intermediate=1040, strategy="auto", blocksize=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    each = 2 * problem.hidden * problem.intermediate * 2
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (each, 3 * each))
+    layer = QuantizedLayer(moe, device, problem)
+    layer.step("auto")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer.step("auto")
+    rows = problem.tokens * problem.top_k
+    activations = 10 * rows * 3 * problem.hidden * 4
+    most = 3 * each + activations + sum(x.nbytes for x in layer.leaves.values())
+    assert torch.cuda.max_memory_allocated() - before <= most < 16 * each / 2
 
 
 FIRST_CALL = """

@@ -7,8 +7,10 @@ fp8    out[i] = e4m3[byte] * scale of its block
 Two nibbles are one kernel for both formats: each byte is loaded once and gives two neighbours; an
 expert that starts inside a byte only shifts the mask.
 
-Grid: one program per (named expert, chunk of its bytes). Unknown ids give NaN. Products in
-registers take `power_of_two` and `e4m3` from here, too.
+Grid: one program per (named expert, chunk of its bytes). Unknown ids give NaN. BY_ROWS names no
+expert: those from `first` on that have rows are decoded, for `decode_nibbles` and `decode_fp8`,
+whose launches a plan can play again. Products in registers take `power_of_two` and `e4m3` from
+here, too.
 """
 
 import math
@@ -26,6 +28,7 @@ from ...reference.fp8 import block_of
 from ...reference.mxfp4 import BLOCK as MX_BLOCK
 from ...reference.nf4 import NF4_TABLE
 from ..checks import on_device_of
+from ..launch.launch_plan import launch
 
 # Bytes per program: 2048 elements, 16 per thread with 4 warps.
 _BLOCK = 1024
@@ -88,10 +91,21 @@ def _e2m1(code):
 
 
 @triton.jit
+def _expert_of(slot, active, first, num_experts, BY_ROWS: tl.constexpr):
+    """(expert, whether it is decoded) of a place in the result."""
+    if BY_ROWS:
+        expert = first + slot
+        return expert, tl.load(active + expert + 1) > tl.load(active + expert)
+    else:
+        expert = tl.load(active + slot).to(tl.int64)
+        return expert, (expert >= 0) & (expert < num_experts)
+
+
+@triton.jit
 def _nibbles(  # noqa: PLR0913
     packed,  # (bytes,) uint8
     scales,  # (blocks,) float32, uint8 if NESTED or MX
-    active,  # (n,) int32 or int64
+    active,  # (n,) int32 or int64; (E + 1,) offsets if BY_ROWS
     codebook,  # (16,) float32 if CUSTOM
     code,  # (256,) float32 if NESTED
     code_scale,  # (ceil(blocks / 256),) float32 if NESTED
@@ -101,17 +115,18 @@ def _nibbles(  # noqa: PLR0913
     num_experts,
     chunks,
     shift,  # log2 of the blocksize
+    first,  # expert, if BY_ROWS
     MX: tl.constexpr,  # MXFP4: the even element is the low nibble
     WHOLE_BYTES: tl.constexpr,
     CUSTOM: tl.constexpr,
     NESTED: tl.constexpr,
+    BY_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     slot = (program // chunks).to(tl.int64)
     chunk = (program % chunks).to(tl.int64)
-    expert = tl.load(active + slot).to(tl.int64)
-    known = (expert >= 0) & (expert < num_experts)
+    expert, known = _expert_of(slot, active, first, num_experts, BY_ROWS)
     byte = chunk * BLOCK + tl.arange(0, BLOCK)  # 0 holds the expert's first element
     # Apart, since products of an even number let the compiler vectorise loads and stores.
     if WHOLE_BYTES:
@@ -134,6 +149,8 @@ def _nibbles(  # noqa: PLR0913
     local = chunk * (2 * BLOCK) - odd + tl.arange(0, 2 * BLOCK)
     value = tl.interleave(even_value, odd_value).to(out.dtype.element_ty)
     mask = local < numel if WHOLE_BYTES else (local >= 0) & (local < numel)
+    if BY_ROWS:
+        mask &= known
     tl.store(out + slot * numel + local, value, mask=mask)
 
 
@@ -141,46 +158,66 @@ def _launch(kernel, programs: int, packed: Tensor, *operands, **constants) -> No
     """On the device of `packed`. wrap_triton takes no kernels that TRITON_INTERPRET=1 makes."""
     if programs == 0:
         return
-    traced = wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
     with on_device_of(packed):
-        traced[(programs,)](packed, *operands, **constants, BLOCK=_BLOCK)
+        if constants["BY_ROWS"]:
+            started = launch(kernel, (programs,))
+        else:
+            traced = wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+            started = traced[(programs,)]
+        started(packed, *operands, **constants, BLOCK=_BLOCK)
 
 
-def _decode_nibbles(
+def decode_nibbles(
+    out: Tensor,
     packed: Tensor,
     scales: Tensor,
-    active_experts: Tensor,
-    expert_shape: Sequence[int],
+    active: Tensor,
     blocksize: int,
-    dtype: torch.dtype,
     codebook: Tensor | None = None,
-    nested: tuple[Tensor | None, ...] = (None,) * 3,
+    nested: Sequence[Tensor | None] = (None,) * 3,
     *,
     mx: bool,
-) -> Tensor:
-    """Launch `_nibbles`; the arguments were checked by `nf4_dequant` or `mxfp4_dequant`."""
-    numel = math.prod(expert_shape)
-    active = active_experts.shape[0]
-    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
+    first: int | None = None,
+) -> None:
+    """Launch `_nibbles`; the arguments were checked before.
+
+    Args:
+        out: (n, N, K), contiguous, of the dtype that is wanted.
+        packed: Of the whole stack, and so are the scales.
+        scales: Of blocks.
+        active: (n,) ids; or with `first` the (E + 1,) offsets of `expert_sort`.
+        blocksize: Elements per scale.
+        codebook: None for NF4, or MXFP4.
+        nested: Code, scale and offset of nested scales.
+        mx: MXFP4.
+        first: Experts from here on are decoded that have rows; the others' places stay as they are.
+    """
+    numel = math.prod(out.shape[1:])
     chunks = triton.cdiv((numel + 1) // 2, _BLOCK)
     _launch(
         _nibbles,
-        active * chunks,
+        out.shape[0] * chunks,
         packed,
         scales,
-        active_experts,
+        active,
         *(packed if operand is None else operand for operand in (codebook, *nested)),
         out,
         numel // 2,
         2 * packed.numel() // numel,
         chunks,
         int(blocksize).bit_length() - 1,
+        first or 0,
         MX=mx,
         WHOLE_BYTES=numel % 2 == 0,
         CUSTOM=codebook is not None,
         NESTED=nested[0] is not None,
+        BY_ROWS=first is not None,
     )
-    return out
+
+
+def _room(packed: Tensor, ids: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Of the named experts."""
+    return torch.empty((ids.shape[0], *shape), dtype=dtype, device=packed.device)
 
 
 @triton_op(add_op_namespace_prefix("nf4_dequant_triton"), mutates_args=())
@@ -198,8 +235,9 @@ def nf4_dequant_triton(
 ) -> Tensor:
     """`nf4_dequant` by Triton."""
     nested = (absmax_code, absmax_scale, absmax_offset)
-    operands = (packed, absmax, active_experts, expert_shape, blocksize, dtype, codebook, nested)
-    return _decode_nibbles(*operands, mx=False)
+    out = _room(packed, active_experts, expert_shape, dtype)
+    decode_nibbles(out, packed, absmax, active_experts, blocksize, codebook, nested, mx=False)
+    return out
 
 
 @triton_op(add_op_namespace_prefix("mxfp4_dequant_triton"), mutates_args=())
@@ -211,7 +249,9 @@ def mxfp4_dequant_triton(
     dtype: torch.dtype,
 ) -> Tensor:
     """`mxfp4_dequant` by Triton."""
-    return _decode_nibbles(packed, scales, active_experts, expert_shape, MX_BLOCK, dtype, mx=True)
+    out = _room(packed, active_experts, expert_shape, dtype)
+    decode_nibbles(out, packed, scales, active_experts, MX_BLOCK, mx=True)
+    return out
 
 
 @triton.jit
@@ -241,7 +281,7 @@ def reads_e4m3(x: Tensor) -> bool:
 def _fp8(  # noqa: PLR0913
     packed,  # (bytes,) uint8
     scales,  # (E, N / rows, K / columns) float32
-    active,  # (n,) int32 or int64
+    active,  # (n,) int32 or int64; (E + 1,) offsets if BY_ROWS
     out,  # (n, N, K)
     rows_count,  # N
     width,  # K
@@ -251,14 +291,15 @@ def _fp8(  # noqa: PLR0913
     scale_columns,
     block_rows,
     block_columns,
+    first,  # expert, if BY_ROWS
     NATIVE: tl.constexpr,
+    BY_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     line = (program // chunks).to(tl.int64)
     slot, row = line // rows_count, line % rows_count
-    expert = tl.load(active + slot).to(tl.int64)
-    known = (expert >= 0) & (expert < num_experts)
+    expert, known = _expert_of(slot, active, first, num_experts, BY_ROWS)
     column = program % chunks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at_row = packed + (expert * rows_count + row) * width
@@ -266,6 +307,8 @@ def _fp8(  # noqa: PLR0913
     at_scale = scales + (expert * scale_rows + row // block_rows) * scale_columns
     scale = tl.load(at_scale + column // block_columns, mask=inside & known, other=0.0)
     value = e4m3(byte, NATIVE) * tl.where(known, scale, float("nan"))
+    if BY_ROWS:
+        inside &= known
     tl.store(out + line * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -278,17 +321,30 @@ def fp8_dequant_triton(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Launch `_fp8`; the arguments were checked by `kernels.quant.formats.fp8`."""
-    (n, k), active = expert_shape, active_experts.shape[0]
-    out = torch.empty((active, n, k), dtype=dtype, device=packed.device)
+    """`fp8_dequant` by Triton."""
+    out = _room(packed, active_experts, expert_shape, dtype)
+    decode_fp8(out, packed, scales, active_experts, block)
+    return out
+
+
+def decode_fp8(
+    out: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    active: Tensor,
+    block: Sequence[int],
+    first: int | None = None,
+) -> None:
+    """Launch `_fp8`; `block` as of `fp8_dequant`, the other arguments as of `decode_nibbles`."""
+    places, n, k = out.shape
     rows, columns = block_of((n, k), block)
     chunks = triton.cdiv(k, _BLOCK)
     _launch(
         _fp8,
-        active * n * chunks,
+        places * n * chunks,
         packed,
         scales,
-        active_experts,
+        active,
         out,
         n,
         k,
@@ -298,6 +354,7 @@ def fp8_dequant_triton(
         triton.cdiv(k, columns),
         rows,
         columns,
+        first or 0,
         NATIVE=reads_e4m3(packed),
+        BY_ROWS=first is not None,
     )
-    return out

@@ -1,4 +1,6 @@
-"""gated_quantized_experts: gated_experts on packed experts, whose products decode in registers.
+"""gated_quantized_experts: gated_experts on packed experts.
+
+A product decodes in registers, or slices of experts to memory, as in grouped_lora_quantized.
 
 Between the products of a layer stand the activation and LoRA's own work, which here run beside each
 other where neither needs the other's result. Kept for backward are x, gate and up (R, 2I), h (R, I)
@@ -36,7 +38,10 @@ def fuses(path: str, activation: object, gated: bool) -> bool:
 
 
 _BOTH = ", ".join(", ".join(f"{one}{number}" for one in QUANTIZED.split(", ")) for number in (1, 2))
-_OPERANDS = f"{_BOTH}, Tensor gates, {ORDER}, str activation, bool interleaved, str path"
+_OPERANDS = (
+    f"{_BOTH}, Tensor gates, {ORDER}, str activation, bool interleaved, str path, "
+    "int[] slice_experts"
+)
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -150,24 +155,30 @@ _backward.register_fake(_fake_backward)
 
 
 def gated_quantized_experts(
-    layer: GatedLayer, path: str, keeps: bool
+    layer: GatedLayer, path: str, slice_experts: tuple[int, int], keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A gated layer of packed experts; arguments are checked by `moe.grouped_linear`.
 
     Args:
         layer: Its weights `QuantizedWeight`s, seen as (E, H, 2I) and (E, I, H).
         path: Of the products.
+        slice_experts: Of each product, as in `grouped_lora_quantized_forward`, not ACTIVE.
         keeps: Whether backward will come.
 
     Returns:
         (T, H) in x's dtype, and for backward, else without rows: gate and up (R, 2I), h (R, I);
         xa of both projections (R, r).
     """
-    return ops.gated_quantized_experts(layer.x, *_operands(layer, path), keeps)
+    return ops.gated_quantized_experts(layer.x, *_operands(layer, path, slice_experts), keeps)
 
 
 def gated_quantized_experts_backward(
-    layer: GatedLayer, grad: Tensor, kept: Sequence[Tensor], path: str, wants: Sequence[bool]
+    layer: GatedLayer,
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    path: str,
+    slice_experts: tuple[int, int],
+    wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, both A and B, and the gates; what is not wanted is empty.
 
@@ -176,14 +187,15 @@ def gated_quantized_experts_backward(
         grad: (T, H), any strides.
         kept: Results of the forward behind the first.
         path: As in the forward.
+        slice_experts: As in the forward.
         wants: For each of the six whether it is wanted.
     """
-    options = (*_operands(layer, path), [bool(one) for one in wants])
+    options = (*_operands(layer, path, slice_experts), [bool(one) for one in wants])
     return ops.gated_quantized_experts_backward(grad, layer.x, *kept, *options)
 
 
-def _operands(layer: GatedLayer, path: str) -> tuple[Any, ...]:
+def _operands(layer: GatedLayer, path: str, slice_experts: tuple[int, int]) -> tuple[Any, ...]:
     """`_OPERANDS`."""
     both = (*quantized_operands(layer.first), *quantized_operands(layer.second))
     place = (layer.gates, *layer.order.operands())
-    return *both, *place, layer.activation, layer.interleaved, path
+    return *both, *place, layer.activation, layer.interleaved, path, list(slice_experts)

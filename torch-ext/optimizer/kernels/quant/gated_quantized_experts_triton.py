@@ -5,6 +5,8 @@ forward   xa1 | gate_up product | activation | xa2 | down product | combine
 backward  urgent: B2 packed | yb2 | down's dX | the activation's gradient | yb1 | dX | combine
           beside: B1 packed, dB2 | after yb2: dA2 | after the activation's: dB1 | after yb1: dA1
 
+A product is one launch, or two for every slice of experts that is decoded to memory.
+
 A compiled product fills every multiprocessor's registers: the sums run where it ends, and beside
 the launches that wait for memory or for each other. A launch that is urgent is served first.
 """
@@ -33,6 +35,7 @@ _BLOCK = 1024  # columns of a program of `_glu_backward_dots`
 def gated_quantized_experts_triton(
     layer: GatedLayer,  # whose weights are Stacks
     path: str,
+    slice_experts: tuple[int, int],
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward; options and results as in `gated_quantized_experts`."""
@@ -46,13 +49,15 @@ def gated_quantized_experts_triton(
             low_rank(rows_in, one.a, order, xa, scaling=one.scaling, fan=fan)
         return xa
 
-    def product(rows_in: Tensor, one: ExpertWeights, xa: Tensor, factor: Tensor | None, fan: int):
-        stack: Stack = one.weight
+    def product(rows_in: Tensor, one: int, xa: Tensor, factor: Tensor | None, fan: int) -> Tensor:
+        weights = (first, second)[one]
+        stack: Stack = weights.weight
         y = x.new_empty((order.slots.shape[0], stack.shape[2]))
         place = (order.slots, order.offsets, order.tiles)
         operands = (rows_in, stack, stack.transposed, xa, factor, *place, y)
-        options = {"scatter": False, "bias": one.bias, "fan": fan, "tile_rows": order.tile_rows}
-        product_of_stack(operands, 0, "forward", options, path)
+        options = {"scatter": False, "bias": weights.bias, "fan": fan}
+        options |= {"tile_rows": order.tile_rows}
+        product_of_stack(operands, slice_experts[one], "forward", options, path)
         return y
 
     packs = any(room is not factor for room, factor in zip(factors, own, strict=True))
@@ -63,12 +68,12 @@ def gated_quantized_experts_triton(
         streams.here_waits()
         with streams.there():
             _pack(own[1], factors[1])
-        wide = product(x, first, xa1, factors[0], order.top_k)
+        wide = product(x, 0, xa1, factors[0], order.top_k)
     h = glu_triton(wide, layer.activation, layer.interleaved)
     if not keeps:
         wide = wide.new_empty((0, wide.shape[1]))
     xa2 = low(h, second, 0)
-    y = product(h, second, xa2, factors[1], 0)
+    y = product(h, 1, xa2, factors[1], 0)
     if not keeps:
         h = h.new_empty((0, h.shape[1]))
     out = combine_triton(y, layer.gates, order.rows, order.offsets, order.top_k)
@@ -83,6 +88,7 @@ def gated_quantized_experts_backward_triton(
     xa1: Tensor,
     xa2: Tensor,
     path: str,
+    slice_experts: tuple[int, int],
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward; options and results as in `gated_quantized_experts_backward`."""
@@ -100,11 +106,12 @@ def gated_quantized_experts_backward_triton(
     factors = [room_to_pack(factor, x) for factor in own]
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
 
-    def product(urgent_rows: Tensor, stack: Stack, low: tuple, out: Tensor, fan: int):
+    def product(urgent_rows: Tensor, one: int, low: tuple, out: Tensor, fan: int) -> None:
+        stack: Stack = (first, second)[one].weight
         place = (order.slots, order.offsets, order.tiles)
         operands = (urgent_rows, stack, not stack.transposed, *low, *place, out)
         options = {"scatter": False, "fan": fan, "tile_rows": order.tile_rows}
-        product_of_stack(operands, 0, "dx", options, path)
+        product_of_stack(operands, slice_experts[one], "dx", options, path)
 
     def run(sums: list[RowSum]) -> None:
         if sums:
@@ -124,7 +131,7 @@ def gated_quantized_experts_backward_triton(
         streams.here_waits()
         with streams.there():
             if through or wants_gates:
-                product(grad, second.weight, (yb2, a2), dh, top_k)
+                product(grad, 1, (yb2, a2), dh, top_k)
                 glu = {"activation": layer.activation, "interleaved": layer.interleaved}
                 glu_backward_dots(dh, wide, gates, order.slots, d_wide, dots, **glu)
         da2, sums = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
@@ -138,7 +145,7 @@ def gated_quantized_experts_backward_triton(
         streams.here_waits()
         with streams.there():
             if wants_x:
-                product(d_wide, first.weight, (yb1, a1), spread, 0)
+                product(d_wide, 0, (yb1, a1), spread, 0)
                 combine_triton(spread, None, order.rows, order.offsets, top_k, dx)
         da1, sums = row_sum(a1, wants_a1, yb1, x, top_k)
         run(sums)

@@ -16,21 +16,23 @@ from ...kernels.quant.gated_quantized_experts import fuses
 from ..grouped_linear import check_path
 from ..layout import Form
 from .expert_weights import QuantizedWeight, as_quantized
-from .strategy import pick_strategy
+from .strategy import pick_slices
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer:
-    """`LayerLaunches` over two records whose products decode in registers.
+    """`LayerLaunches` over two records.
 
     Args:
         stacks: Of both the format, the stored shape, whether the forward's sum runs along the
             stored rows, and the number of its tensors.
         path: Of the products.
+        slice_experts: Of each product, as in `gated_quantized_experts`.
     """
 
     stacks: tuple[tuple[Format, tuple[int, int, int], bool, int], ...]
     path: str
+    slice_experts: tuple[int, int]
 
     @property
     def frozen(self) -> int:
@@ -61,7 +63,7 @@ class QuantizedLayer:
         """The result; gate and up, h, and xa of both."""
         from ...kernels.quant.gated_quantized_experts_triton import gated_quantized_experts_triton
 
-        return gated_quantized_experts_triton(layer, self.path, keeps)
+        return gated_quantized_experts_triton(layer, self.path, self.slice_experts, keeps)
 
     def backward(
         self, grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Sequence[bool]
@@ -74,7 +76,7 @@ class QuantizedLayer:
         wants_x, _, wants_a1, wants_b1, _, _, wants_a2, wants_b2, _, wants_gates = wants
         flags = [wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates]
         dx, da1, db1, da2, db2, dgates = gated_quantized_experts_backward_triton(
-            layer, grad, *kept, self.path, flags
+            layer, grad, *kept, self.path, self.slice_experts, flags
         )
         return dx, None, da1, db1, None, None, da2, db2, None, dgates
 
@@ -115,12 +117,13 @@ def quantized_launches(
     if key not in _taken:
         if len(_taken) >= _MOST_TAKEN:
             _taken.clear()
-        taken = _path(x, rows, records, ranks, form, path, backend)
+        turned = tuple(r if form.transposed else r.transpose(1, 2) for r in records)
+        taken = pick_slices(x, turned, rows, ranks, path, backend != "auto")
         stacks = tuple(
             (r.format, tuple(r.stored), r.transposed == form.transposed, len(_tensors(r)))
             for r in records
         )
-        _taken[key] = None if taken is None else QuantizedLayer(stacks, taken)
+        _taken[key] = None if taken is None else QuantizedLayer(stacks, *taken)
     if (launches := _taken[key]) is None:
         return None, ()
     return launches, (*_tensors(records[0]), *_tensors(records[1]))
@@ -139,25 +142,6 @@ def _described(record: QuantizedWeight) -> tuple:
     """All that a strategy may depend on."""
     options = (record.format, tuple(record.stored), record.strategy, record.transposed)
     return *options, record.packed.data_ptr() % 16
-
-
-def _path(
-    x: Tensor,
-    rows: int,
-    records: tuple[QuantizedWeight, QuantizedWeight],
-    ranks: tuple[int, ...],
-    form: Form,
-    path: str,
-    backend: str,
-) -> str | None:
-    """The path of both products; None where one of them does not decode in registers."""
-    taken, by_name = path, backend != "auto"
-    for record, rank in zip(records, ranks, strict=True):
-        seen = record if form.transposed else record.transpose(1, 2)
-        strategy, taken = pick_strategy(x, seen, rows, rank, path, by_name)
-        if strategy != "fused":
-            return None
-    return taken
 
 
 def _tensors(record: QuantizedWeight) -> tuple[Tensor, ...]:

@@ -28,7 +28,7 @@ from ...kernels.quant.grouped_lora_quantized import (
     grouped_lora_quantized_forward,
 )
 from .expert_weights import QuantizedWeight
-from .strategy import pick_strategy, slice_experts
+from .strategy import pick_slices, pick_strategy, slice_experts
 
 
 class _QuantizedLora(torch.autograd.Function):
@@ -151,15 +151,15 @@ class _QuantizedGated(torch.autograd.Function):
         weights: tuple[QuantizedWeight, QuantizedWeight],
         scalings: tuple[float, float],
         order: ExpertOrder,
-        options: tuple[str, bool, str],  # activation, interleaved, path
+        options: tuple[str, bool, str, tuple[int, int]],  # activation, interleaved, path, slices
         keeps: bool,
     ) -> Tensor:
         # Not saved tensors: packed bytes are the module's own, and no hook may pin or move them.
         frozen, factors = (biases, weights, scalings), (a1, b1, a2, b2)
         ctx.constants = (frozen, order, options)
-        *glu, path = options
+        *glu, path, slices = options
         layer = GatedLayer(x, *_projections(factors, *frozen), order, gates, *glu)
-        out, *kept = gated_quantized_experts(layer, path, keeps)
+        out, *kept = gated_quantized_experts(layer, path, slices, keeps)
         if keeps:
             ctx.save_for_backward(x, *kept, *factors, gates)
         return out
@@ -168,11 +168,11 @@ class _QuantizedGated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         x, *kept, a1, b1, a2, b2, gates = ctx.saved_tensors
-        frozen, order, (*glu, path) = ctx.constants
+        frozen, order, (*glu, path, slices) = ctx.constants
         layer = GatedLayer(x, *_projections((a1, b1, a2, b2), *frozen), order, gates, *glu)
         needs = ctx.needs_input_grad[:6]
         with without_autocast(grad.device):
-            found = gated_quantized_experts_backward(layer, grad, kept, path, needs)
+            found = gated_quantized_experts_backward(layer, grad, kept, path, slices, needs)
         pairs = zip(found, needs, strict=True)
         return (*(one if need else None for one, need in pairs), *(None,) * 6)
 
@@ -199,22 +199,22 @@ def quantized_gated_linear(layer: GatedLayer, path: str, *, by_name: bool) -> Te
         (T, H), or None where a product must run on its own.
     """
     x, first, second, order = layer.x, layer.first, layer.second, layer.order
-    projections, taken = (first, second), path
-    for one in projections:
-        if one.bias is not None and torch.is_grad_enabled() and one.bias.requires_grad:
-            return None
-        rows = order.slots.shape[0]
-        strategy, taken = pick_strategy(x, one.weight, rows, one.rank, path, by_name)
-        if strategy != "fused":
-            return None
+    projections = (first, second)
+    trains = (one.bias is not None and one.bias.requires_grad for one in projections)
+    if torch.is_grad_enabled() and any(trains):
+        return None
+    weights, ranks = (first.weight, second.weight), (first.rank, second.rank)
+    picked = pick_slices(x, weights, order.slots.shape[0], ranks, path, by_name)
+    if picked is None:
+        return None
     leaves = (x, first.a, first.b, second.a, second.b, layer.gates)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     return _QuantizedGated.apply(
         *leaves,
         tuple(one.bias for one in projections),
-        tuple(one.weight for one in projections),
+        weights,
         tuple(float(one.scaling) for one in projections),
         order,
-        (layer.activation, layer.interleaved, taken),
+        (layer.activation, layer.interleaved, *picked),
         torch.is_grad_enabled() and needs,
     )

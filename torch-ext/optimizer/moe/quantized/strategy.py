@@ -4,7 +4,7 @@ strategy  | decodes                                        | "auto" takes it
 fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert,
           |                                                | by CUDA up to COMPILED_UP_TO_ROWS
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
-chunked   | slices of experts, two of them at a time       | everything else
+chunked   | slices of experts, one at a time               | everything else
 
 On the reference path experts are decoded one after another, whatever the strategy.
 """
@@ -19,11 +19,11 @@ from ...kernels.quant.grouped_lora_quantized import ACTIVE, decodes_in_registers
 from .expert_weights import QuantizedWeight, as_quantized, check_strategy
 from .quantized_experts import QuantizedExperts
 
-# Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
-# bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
-# take at 2048 tokens; the bounds keep small stacks in few slices and large ones in bounded memory.
-SLICES = 8
-SLICE_BYTES = (64 << 20, 128 << 20)
+# Decoded weights of a slice: a quarter of the stack between these bounds. Four slices cost the host
+# little, and one stays below what a layer's activations take at 2048 tokens; the bounds keep small
+# stacks in one slice and large ones in bounded memory.
+SLICES = 4
+SLICE_BYTES = (128 << 20, 256 << 20)
 # Mean rows per expert up to which decoding inside the product takes less time than decoding to
 # memory first. Forward and backward of a layer at 2048 tokens on an H200, ms
 # (docs/dev/decisions/2026-11-22-nf4-products.md):
@@ -140,6 +140,37 @@ def pick_strategy(
     if rows == 0:
         chosen = "selective"  # of an empty batch no expert is active
     return chosen, MEASURED if replaceable and chosen == "fused" else path
+
+
+def pick_slices(
+    x: Tensor,
+    weights: tuple[QuantizedWeight, QuantizedWeight],
+    rows: int,
+    ranks: tuple[int, int],
+    path: str,
+    by_name: bool,
+) -> tuple[str, tuple[int, int]] | None:
+    """How one op runs a gated layer: its path and `slice_experts` of both products.
+
+    Args:
+        x: As of `pick_strategy`, and so is what follows.
+        weights: Of both projections, seen as (E, H, 2I) and (E, I, H).
+        rows: T k.
+        ranks: Of both.
+        path: Of the products.
+        by_name: Whether it was asked for.
+
+    Returns:
+        None where a product is "selective": its experts are found by torch, outside of the op.
+    """
+    taken, found = path, []
+    for weight, rank in zip(weights, ranks, strict=True):
+        strategy, own = pick_strategy(x, weight, rows, rank, path, by_name)
+        if strategy == "selective":
+            return None
+        taken = own if strategy == "fused" else taken
+        found.append(slice_experts(weight, strategy, x.element_size()))
+    return taken, tuple(found)
 
 
 def explain_quantized(

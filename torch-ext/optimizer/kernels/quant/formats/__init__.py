@@ -124,6 +124,29 @@ class Format(abc.ABC):
         """ids -> decoded experts, for tensors that were checked before."""
         return lambda ids: self.decode(tensors, ids, shape, dtype)
 
+    def decode_slice(
+        self,
+        tensors: Sequence[Tensor],
+        stored: Sequence[int],
+        first: int,
+        offsets: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Decode experts from `first` on into out (n, N, K); those without rows need not be.
+
+        Where a format has a Triton kernel for it, this is one launch that a plan can play again.
+
+        Args:
+            tensors: Those of `layout`, of the whole stack.
+            stored: (E, N, K).
+            first: Expert.
+            offsets: (E + 1,) of `expert_sort`.
+            out: Contiguous.
+        """
+        del offsets
+        ids = torch.arange(first, first + out.shape[0], device=out.device)
+        out.copy_(self.decode(tensors, ids, stored[1:], out.dtype))
+
     def constants(self, device: torch.device) -> tuple[Tensor, ...]:
         """What products read beside the tensors, such as a codebook: operands of every launch."""
         del device
@@ -200,6 +223,11 @@ class Stack:
     def own_tensors(self) -> dict[str, Tensor]:
         """Those of the layout by their names, without the constants."""
         return dict(zip(self.format.layout(self.stored), self.tensors, strict=False))
+
+    def decode_slice(self, first: int, offsets: Tensor, out: Tensor) -> None:
+        """See `Format.decode_slice`."""
+        own = tuple(self.own_tensors.values())
+        self.format.decode_slice(own, self.stored, first, offsets, out)
 
     def decoder(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """ids -> decoded experts (n, N, K)."""
@@ -320,6 +348,21 @@ class Blockwise4Bit(InRegisters):
         """By the op that `nf4_dequant` takes."""
         own = self._own_codebook(tensors[0].device)
         return nf4_decoder(tensors, shape, self.blocksize, dtype, own)
+
+    def decode_slice(
+        self,
+        tensors: Sequence[Tensor],
+        stored: Sequence[int],
+        first: int,
+        offsets: Tensor,
+        out: Tensor,
+    ) -> None:
+        """By Triton, and the experts that have rows alone."""
+        from ..dequant_triton import decode_nibbles
+
+        packed, absmax, *nested = tensors
+        options = (self.blocksize, self._own_codebook(packed.device), nested or (None,) * 3)
+        decode_nibbles(out, packed, absmax, offsets, *options, mx=False, first=first)
 
     def constants(self, device: torch.device) -> tuple[Tensor, ...]:
         """The values of the codes."""

@@ -166,6 +166,20 @@ class Fp8(InRegisters):
         """By `fp8_dequant`."""
         return fp8_dequant(*tensors, ids, shape, self.block, dtype)
 
+    def decode_slice(
+        self,
+        tensors: Sequence[Tensor],
+        stored: Sequence[int],
+        first: int,
+        offsets: Tensor,
+        out: Tensor,
+    ) -> None:
+        """By Triton, and the experts that have rows alone."""
+        del stored
+        from ..dequant_triton import decode_fp8
+
+        decode_fp8(out, *tensors, offsets, self.block, first)
+
     def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
         """Scales of blocks of rows and columns."""
         packed, scales = tensors

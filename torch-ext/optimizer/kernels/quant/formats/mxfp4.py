@@ -154,6 +154,20 @@ class Mxfp4(InRegisters):
         """By `mxfp4_dequant`."""
         return mxfp4_dequant(*tensors, ids, shape, dtype)
 
+    def decode_slice(
+        self,
+        tensors: Sequence[Tensor],
+        stored: Sequence[int],
+        first: int,
+        offsets: Tensor,
+        out: Tensor,
+    ) -> None:
+        """By Triton, and the experts that have rows alone."""
+        del stored
+        from ..dequant_triton import decode_nibbles
+
+        decode_nibbles(out, *tensors, offsets, BLOCK, mx=True, first=first)
+
     def constants(self, device: torch.device) -> tuple[Tensor, ...]:
         """The values of the codes."""
         return (_table(device),)
