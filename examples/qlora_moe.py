@@ -27,6 +27,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="run layers again in the backward pass")
     add("--offload", action="store_true", help="keep the experts in host memory")
     add("--compile", action="store_true", help="run the decoder layers under torch.compile")
-    add("--cuda-graph", action="store_true", help="replay forward and backward (untried yet)")
+    add("--cuda-graph", action="store_true", help="replay forward and backward")
     add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
@@ -140,6 +141,7 @@ def build_model(
     import transformers
 
     kind = "GptOss" if quant_type == "mxfp4" else "Qwen3Moe"
+    attention = None if quant_type == "mxfp4" else without_mask()  # gpt-oss has windows
     config = getattr(transformers, f"{kind}Config")(
         max_position_embeddings=size.context,
         tie_word_embeddings=False,
@@ -152,7 +154,10 @@ def build_model(
     implementation = package.module.integrations.use_in_transformers()
     with torch.device("meta"):  # shapes alone
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
-            config, experts_implementation=implementation, dtype=dtype
+            config,
+            experts_implementation=implementation,
+            attn_implementation=attention,
+            dtype=dtype,
         )
     stacks = {}
     for name, module in model.named_modules():
@@ -185,6 +190,19 @@ def build_model(
         stack = quantized.from_experts(experts(*shape), shape, device=device, **how)
         module.add_module(target, stack)
     return model
+
+
+def without_mask() -> str:
+    """The name of causal attention for which transformers makes no mask.
+
+    In search of packed sequences it reads the positions of every batch on the host, which waits for
+    the device there. In a capture it cannot, and makes a mask that the layers never had before.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    return "causal_sdpa"
 
 
 def dense_and_grouped(
@@ -224,11 +242,22 @@ def decode(stack: nn.Module, dtype: torch.dtype) -> Tensor:
     return functional.dequantize_4bit(stack.packed.data.view(-1, 1), state).view(stack.shape)
 
 
-def measure(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds and peak memory of a training step; in MB, with what stands before it."""
+def say(line: str) -> None:
+    """Print at once: whoever cuts a run short sees how far it came."""
+    print(line, flush=True)
+
+
+def measure(name: str, step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds and memory of a training step: in MB its peak, what stands before it, all taken.
+
+    A graph's own memory is no tensor's when the graph runs, and counts in what is taken alone.
+    """
+    torch.cuda.empty_cache()
+    begin = time.perf_counter()
     for _ in range(3):
         step()
     torch.cuda.synchronize()
+    first = time.perf_counter() - begin
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(MEASURED + 1)]
@@ -238,8 +267,14 @@ def measure(step: Callable[[], None]) -> dict[str, float]:
         mark.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    peak = torch.cuda.max_memory_allocated()
-    return {"ms": statistics.median(times), "peak_mb": peak / 1e6, "kept_mb": before / 1e6}
+    sizes = {
+        "peak_mb": torch.cuda.max_memory_allocated(),
+        "kept_mb": before,
+        "taken_mb": torch.cuda.max_memory_reserved(),
+    }
+    found = {"ms": statistics.median(times)} | {name: size / 1e6 for name, size in sizes.items()}
+    say(f"{name}: {found['ms']:.1f} ms a step, after {first:.1f} s for the first three")
+    return found
 
 
 def not_compared(device: torch.device, *, nested: bool, quant_type: str = "nf4") -> str | None:
@@ -277,13 +312,13 @@ def compare(run: Run, package: Package, *, ours_alone: bool) -> dict[str, dict[s
 
     step = fixed_step(run)
     name = package.module.integrations.use_in_transformers()
-    found = {OURS: measure(step)}
+    found = {OURS: measure(OURS, step)}
     if ours_alone:
         return found
     try:
         # Under our name: with LoRA attached, experts refuse to run on any other implementation.
         ExpertsInterface.register(name, dense_and_grouped)
-        found[USUAL] = measure(step)
+        found[USUAL] = measure(USUAL, step)
     except torch.OutOfMemoryError:
         found[USUAL] = None
         for parameter in run.parameters:
@@ -304,8 +339,10 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
 
 def captured(run: Run) -> Callable[[Tensor, Tensor], Tensor]:
     """`run.gradients` as a CUDA graph, which the host starts with one call."""
+    begin = time.perf_counter()
     shape = (run.size.batch, run.size.context)
-    tokens, targets = torch.zeros((2, *shape), dtype=torch.long, device=run.device)
+    vocabulary = run.size.model["vocab_size"]
+    tokens, targets = torch.randint(vocabulary, (2, *shape), device=run.device)
     torch.cuda.empty_cache()  # the graph has memory of its own
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -314,8 +351,10 @@ def captured(run: Run) -> Callable[[Tensor, Tensor], Tensor]:
             run.gradients(tokens, targets)
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Threads that compile kernels for other shapes meanwhile do not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         loss = run.gradients(tokens, targets)
+    say(f"captured in {time.perf_counter() - begin:.1f} s, with three steps before it")
     gradients = [parameter.grad for parameter in run.parameters]
 
     def replay(new_tokens: Tensor, new_targets: Tensor) -> Tensor:
@@ -331,12 +370,14 @@ def captured(run: Run) -> Callable[[Tensor, Tensor], Tensor]:
 
 def report(measured: dict[str, dict[str, float] | None]) -> str:
     """A table of `compare`."""
-    lines = [f"{'a training step':<28}{'ms':>9}{'peak MB':>10}{'kept MB':>10}"]
+    heads = "".join(f"{head:>10}" for head in ("ms", "peak MB", "kept MB", "taken MB"))
+    lines = [f"{'a training step':<32}{heads}"]
     for name, found in measured.items():
         cells = "  out of memory"
         if found:
-            cells = f"{found['ms']:>9.2f}{found['peak_mb']:>10.0f}{found['kept_mb']:>10.0f}"
-        lines.append(f"{name:<28}{cells}")
+            sizes = (found[key] for key in ("peak_mb", "kept_mb", "taken_mb"))
+            cells = f"{found['ms']:>10.2f}" + "".join(f"{size:>10.0f}" for size in sizes)
+        lines.append(f"{name:<32}{cells}")
     if usual := measured.get(USUAL):
         ours = measured[OURS]
         lines.append(
@@ -353,23 +394,18 @@ def timed(
     how = [name for name in ("compile", "cuda_graph") if getattr(options, name)]
     on_gpu = run.device.type == "cuda"
     reason = not_compared(run.device, nested=options.nested, quant_type=options.format)
-    measured = {}
-    torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
-    try:
-        if on_gpu:
-            measured = compare(run, package, ours_alone=reason is not None)
-        if options.compile:
-            compile_layers(run.model)
-        if options.cuda_graph:
-            run.gradients = captured(run)
-        if on_gpu and how:
-            measured[f"{OURS}, {' + '.join(how)}"] = measure(fixed_step(run))
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    if measured:
-        print(report(measured))
+    measured = compare(run, package, ours_alone=reason is not None) if on_gpu else {}
+    if options.compile:
+        compile_layers(run.model)
+        # Another batch, without gradients: a graph of its own, which takes longer than it saves.
+        run.evaluate = torch.compiler.set_stance("force_eager")(run.evaluate)
+    if options.cuda_graph:
+        run.gradients = captured(run)
+    if on_gpu and how:
+        name = f"{OURS}, {' + '.join(how)}"
+        measured[name] = measure(name, fixed_step(run))
     if reason:
-        print(f"no comparison: {reason}")
+        say(f"no comparison: {reason}")
     return measured
 
 
@@ -384,6 +420,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     how = {"seed": options.seed, "nested": options.nested, "quant_type": options.format}
+    begin = time.perf_counter()
     model = build_model(size, package, device, dtype, **how)
     model = module.integrations.attach_lora(
         model, options.rank, options.alpha, target_modules=options.target_modules
@@ -400,6 +437,7 @@ def train(
     )
     if options.checkpointing:  # there is no dropout, whose random numbers must be drawn again
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    say(f"{size.model['num_hidden_layers']} layers made in {time.perf_counter() - begin:.1f} s")
     measured = timed(options, run, package)
     offload = module.moe.ExpertOffload(model, device) if options.offload else None
     run.run()
@@ -414,6 +452,8 @@ def train(
         f"({8 * packed / elements:.2f} bits each; {2 * elements / 1e6:,.0f} MB in 16 bits)\n"
         f"held-out loss: {run.held_out[0][1]:.3f} to {run.held_out[-1][1]:.3f} nats per byte"
     )
+    if measured:
+        print(report(measured))
     if offload is not None:
         print(f"{offload.transfers} layers were copied to the device, {offload.waits} of them late")
     return {
@@ -436,10 +476,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = prepare_device(options.device, threads=options.threads)
         if options.cuda_graph and device.type != "cuda":
             raise DemoError(f"--cuda-graph wants a GPU, and this run is on {device}")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
+        torch.use_deterministic_algorithms(False)  # what is timed is what others run
         package = load_package(device)
-        print(f"{package.repo_id} version {package.version}, {package.variant}")
-        print(f"on {device_name(device)}")
+        say(f"{package.repo_id} version {package.version}, {package.variant}")
+        say(f"on {device_name(device)}, torch {torch.__version__}")
         results = train(options, size, device, package)
         (options.out_dir / "results.json").write_text(json.dumps(results, indent=1))
     except DemoError as error:
