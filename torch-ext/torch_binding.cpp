@@ -57,7 +57,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("memset32(Tensor(a!) x, int offset, int value, int count) -> ()");
   ops.def(
       "wait_signals(Tensor flags, int value, Tensor? epoch, int timeout_ms, Tensor(a!) status, "
-      "Tensor(b!)? next=None, Tensor(c!)? clear=None) -> ()");
+      "Tensor(b!)? next, Tensor(c!)[] clear) -> ()");
   ops.def(
       "progress_matmul(Tensor a, Tensor b, Tensor(a!) out, Tensor? signals, int chunks, int pivot, "
       "int epoch, Tensor? epochs, int timeout_ms, Tensor(b!)? status, int blocks=0, "

@@ -114,7 +114,7 @@ void stream_write_value32_cuda(const Tensor& x, int64_t offset, int64_t value);
 void memset32_cuda(const Tensor& x, int64_t offset, int64_t value, int64_t count);
 void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor> epoch,
                        int64_t timeout_ms, const Tensor& status, std::optional<Tensor> next,
-                       std::optional<Tensor> clear);
+                       const std::vector<Tensor>& clear);
 
 void progress_matmul_cuda(const Tensor& a, const Tensor& b, const Tensor& out,
                           std::optional<Tensor> signals, int64_t chunks, int64_t pivot,

@@ -2,6 +2,7 @@
 // warp waits, and neither traps nor hangs, so the context lives on.
 
 #include <optional>
+#include <vector>
 
 #include "communication/signals.h"
 #include "communication/status.h"
@@ -12,6 +13,12 @@ namespace communication {
 
 constexpr int kLanes = 32;
 constexpr uint32_t kWarp = 0xffffffff;
+constexpr int kMostCleared = 64;  // MOST_CLEARED of kernels/communication/signals.py
+
+struct Bytes {
+  char* start;
+  int64_t count;
+};
 
 struct Wait {
   const uint32_t* flags;
@@ -20,9 +27,9 @@ struct Wait {
   const uint32_t* epoch;  // the value, read when the wait begins, or null
   uint64_t nanoseconds;
   int* status;
-  uint32_t* next;  // value + 1 once all flags are there, or null
-  char* clear;     // zeros if they are not
-  int64_t clear_bytes;
+  uint32_t* next;               // value + 1 once all flags are there, or null
+  Bytes cleared[kMostCleared];  // zeros if they are not
+  int clears;
 };
 
 __device__ __forceinline__ void clear_bytes(char* bytes, int64_t count) {
@@ -36,10 +43,16 @@ __device__ __forceinline__ void clear_bytes(char* bytes, int64_t count) {
   for (int64_t i = done + threadIdx.x; i < count; i += kLanes) bytes[i] = 0;
 }
 
-__global__ void __launch_bounds__(kLanes) wait_kernel(const Wait p) {
+// Peers, whose memory some of it may be, see the zeros before what follows on the stream.
+__device__ __forceinline__ void clear_all(const Wait& p) {
+  for (int k = 0; k < p.clears; ++k) clear_bytes(p.cleared[k].start, p.cleared[k].count);
+  __threadfence_system();
+}
+
+__global__ void __launch_bounds__(kLanes) wait_kernel(const __grid_constant__ Wait p) {
   const uint32_t value = p.epoch == nullptr ? p.value : load_acquire_system(p.epoch);
   // The warp decides as one: another wait may set the status between the loads of two lanes.
-  if (__any_sync(kWarp, load_status(p.status) != 0)) return clear_bytes(p.clear, p.clear_bytes);
+  if (__any_sync(kWarp, load_status(p.status) != 0)) return clear_all(p);
   const uint64_t end = global_time() + p.nanoseconds;
   uint32_t late = p.count;
   for (uint32_t i = threadIdx.x; i < p.count && late == p.count; i += kLanes) {
@@ -48,7 +61,7 @@ __global__ void __launch_bounds__(kLanes) wait_kernel(const Wait p) {
   late = __reduce_min_sync(kWarp, late);
   if (late < p.count) {
     if (threadIdx.x == 0) report_late(p.status, static_cast<int>(late) + 1);
-    clear_bytes(p.clear, p.clear_bytes);
+    clear_all(p);
   } else if (threadIdx.x == 0 && p.next != nullptr) {
     *p.next = value + 1;
   }
@@ -69,7 +82,7 @@ uint32_t* optional_word(const char* what, const std::optional<Tensor>& x, const 
 
 void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor> epoch,
                        int64_t timeout_ms, const Tensor& status, std::optional<Tensor> next,
-                       std::optional<Tensor> clear) {
+                       const std::vector<Tensor>& clear) {
   using namespace communication;
   check_signals("wait_signals", flags);
   STD_TORCH_CHECK(flags.numel() < INT32_MAX, "wait_signals: too many flags");
@@ -80,14 +93,14 @@ void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor>
             nanoseconds_of("wait_signals", timeout_ms),
             status_of("wait_signals", status, flags),
             optional_word("next", next, flags),
-            nullptr,
-            0};
-  if (clear.has_value()) {
-    STD_TORCH_CHECK(clear->scalar_type() == ScalarType::Byte && clear->is_contiguous() &&
-                        clear->device() == flags.device(),
+            {},
+            static_cast<int>(clear.size())};
+  STD_TORCH_CHECK(clear.size() <= kMostCleared, "wait_signals: at most 64 tensors in clear");
+  for (size_t k = 0; k < clear.size(); ++k) {
+    STD_TORCH_CHECK(clear[k].scalar_type() == ScalarType::Byte && clear[k].is_contiguous() &&
+                        clear[k].device() == flags.device(),
                     "wait_signals: clear must be contiguous, uint8, on the device of the flags");
-    wait.clear = static_cast<char*>(clear->data_ptr());
-    wait.clear_bytes = clear->numel();
+    wait.cleared[k] = {static_cast<char*>(clear[k].data_ptr()), clear[k].numel()};
   }
   const int device = flags.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);

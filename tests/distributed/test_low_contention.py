@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from ._arenas import SharedMemory
+from ._ranks import same_everywhere
 from .test_sharing import message_of, module_of
 
 pytestmark = pytest.mark.dist
@@ -26,7 +27,7 @@ class Shared:
 
     def __init__(self, opt: Any) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.kept = module_of(opt, "distributed.symmetric.low_contention")._KEPT
+        self.module = module_of(opt, "distributed.symmetric.low_contention")
 
     def __enter__(self) -> None:
         self.original = self.transport.memory
@@ -35,10 +36,11 @@ class Shared:
 
     def __exit__(self, *error: object) -> None:
         self.transport.memory = self.original
-        for of_group in self.kept.values():
+        for of_group in self.module._KEPT.values():
             for one in of_group.values():
                 one.close()
-        self.kept.clear()
+        self.module._KEPT.clear()
+        self.module._CALLS.clear()
 
 
 def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -157,13 +159,13 @@ def test_without_shared_memory_it_raises(ranks, device) -> None:
     }
 
 
-def gathered(module: Any, size: int) -> Any:
+def gathered(module: Any, size: int, group: Any = None) -> Any:
     """Begin an all-gather of numbers that say their rank; what is under way, and what it gives."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     out = torch.empty(size * ranks, device=os.environ["RANKS_DEVICE"])
     inp = torch.full((size,), 1.0 + rank, device=out.device)
     expected = torch.cat([torch.full_like(inp, 1.0 + r) for r in range(ranks)])
-    return module.all_gather_lc(out, inp, distributed.group.WORLD), expected
+    return module.all_gather_lc(out, inp, group), expected
 
 
 def after_a_late_rank(opt: Any) -> tuple[str, int, bool]:
@@ -198,6 +200,68 @@ def test_a_late_rank_is_an_error_of_the_next_call(ranks) -> None:
     for rank, (message, zeros, again) in enumerate(ranks(2).run(after_a_late_rank)):
         assert message.startswith(f"rank {1 - rank} of the group did not come to a collective")
         assert zeros == 1 and again
+
+
+def at_different_calls(opt: Any) -> tuple[str, bool]:
+    """The host of rank 1 learns of a late rank one call behind rank 0, and both go on."""
+    module = module_of(opt, "distributed.symmetric.low_contention")
+    check, passed = module.LowContention.check, []
+
+    def late(one: Any, *, wait: bool = True) -> None:
+        passed.append(one)
+        if distributed.get_rank() == 0 or len(passed) > 2:
+            check(one, wait=wait)
+
+    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TIMEOUT_MS", 300)
+        patch.setattr(module.LowContention, "check", late)
+        gathered(module, 4)[0].wait()
+        time.sleep(distributed.get_rank())
+        with pytest.raises(RuntimeError, match="did not come to a collective"):
+            for _ in range(9):
+                gathered(module, 4)[0].wait()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+        message = message_of(lambda: gathered(module, 4)[0].wait())
+        pending, expected = gathered(module, 4, distributed.new_group())
+        return message, torch.equal(pending.wait(), expected)
+
+
+@pytest.mark.sees_defect("a rank that goes on behind a late one is given the rows of another call")
+def test_ranks_at_different_calls_raise(ranks) -> None:
+    message, goes_on = same_everywhere(ranks(2).run(at_different_calls))
+    assert message.startswith("RuntimeError: the ranks are at calls [4, 5] of this group's")
+    assert goes_on
+
+
+def overwritten(opt: Any) -> tuple[bool, bool]:
+    """What rank 1 takes for call 2, which rank 0 gave up on before it wrote calls 3 to 5."""
+    module = module_of(opt, "distributed.symmetric.low_contention")
+    rank = distributed.get_rank()
+    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TIMEOUT_MS", 300)
+        patch.setattr(module.LowContention, "check", lambda *_, wait=True: None)
+        gathered(module, 4)[0].wait()
+        if rank == 0:
+            for _ in range(4):
+                pending, _ = gathered(module, 4)
+                pending._inp.fill_(7)
+                pending.wait()
+            distributed.barrier()
+            return True, True
+        distributed.barrier()
+        pending, expected = gathered(module, 4)
+        found = pending.wait()
+        patch.undo()
+        with pytest.raises(RuntimeError, match="or had given up itself"):
+            gathered(module, 4)
+        return torch.equal(found, expected), not found.any()
+
+
+@pytest.mark.sees_defect("a rank that gave up writes over what a late one still reads")
+def test_what_a_rank_that_gave_up_writes_is_not_taken(ranks) -> None:
+    right, zeros = ranks(2).run(overwritten)[1]
+    assert right or zeros
 
 
 def held(opt: Any) -> list[bool]:

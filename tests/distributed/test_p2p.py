@@ -5,6 +5,7 @@ On CPUs ranks share memory of the machine; `make test-symm` runs it on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -19,7 +20,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ._arenas import Direct, SharedMemory
+from ._arenas import Direct, Later, SharedMemory
 from ._cases import CASES, Case, bits, expected_on
 from ._ranks import same_everywhere
 from .test_faults import CLIP, build, give_step
@@ -72,7 +73,9 @@ TIMEOUT_MS = 1500
 FAULTY = 1
 
 
-def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, bool, float]:
+def fault(
+    opt: Any, held: str, how: str, number: int, on_threads: bool = False
+) -> tuple[str, str, bool, bool, float]:
     """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
 
     def made() -> tuple[Any, list[Any]]:
@@ -96,8 +99,9 @@ def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, b
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(2.5 * TIMEOUT_MS / 1000)
 
+    later = Later(opt, number) if on_threads else contextlib.nullcontext()
     start = time.monotonic()
-    with Direct(opt, before, timeout_ms=TIMEOUT_MS) as counted:
+    with later, Direct(opt, before, timeout_ms=TIMEOUT_MS) as counted:
         optimizer.step()
         assert counted["p2p"] >= number
         heard = message_of(optimizer.state_dict)
@@ -118,16 +122,19 @@ def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, b
 
 @pytest.mark.sees_defect("a rank that is late makes the others hang, or step with half a message")
 @pytest.mark.parametrize(
-    ("held", "how", "number"),
+    ("held", "how", "number", "on_threads"),
     [
-        ("FSDP2", "late", 3),
-        ("FSDP2", "killed", 1),
-        ("unreduced", "late", 1),
-        ("unreduced", "killed", 3),
+        ("FSDP2", "late", 3, False),
+        ("FSDP2", "late", 3, True),  # others go on to write to it while it reads
+        ("FSDP2", "late", 4, True),
+        ("FSDP2", "killed", 1, False),
+        ("unreduced", "late", 1, False),
+        ("unreduced", "late", 2, True),
+        ("unreduced", "killed", 3, False),
     ],
 )
-def test_a_late_rank_is_an_error_in_time(doomed, held, how, number) -> None:
-    outcomes = doomed(3).outcomes(fault, held, how, number, timeout=60)
+def test_a_late_rank_is_an_error_in_time(doomed, held, how, number, on_threads) -> None:
+    outcomes = doomed(3).outcomes(fault, held, how, number, on_threads, timeout=60)
     for rank, (answered, value) in enumerate(outcomes):
         if rank == FAULTY and how == "killed":
             assert not answered

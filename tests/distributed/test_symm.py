@@ -278,7 +278,8 @@ def traced(opt: Any) -> dict[str, Any]:
     for param in params:
         param.grad = param.detach().clone()
     exchange, in_place = module_of(opt, "optimizers.sharded.exchange"), []
-    batch_of = exchange.batch_of
+    arena, looks = module_of(opt, "distributed.symmetric.arena").Arena, []
+    batch_of, look = exchange.batch_of, arena.zeros_unless_alive
 
     def batch(chunk, inbox, **options):
         made = batch_of(chunk, inbox, **options)
@@ -287,10 +288,12 @@ def traced(opt: Any) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch, Staged(opt), Direct(opt, kept=_KEPT) as counted:
         patch.setattr(exchange, "batch_of", batch)
+        patch.setattr(arena, "zeros_unless_alive", lambda *of: (looks.append(of), look(*of)))
         optimizer = opt.Muon(params, distributed=opt.DistributedConfig(cuda_graphs=False))
         for _ in range(3):
             optimizer.step()
         before = counted["p2p"]
+        looks.clear()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             optimizer.step()
@@ -300,17 +303,17 @@ def traced(opt: Any) -> dict[str, Any]:
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             names[event.name] = names.get(event.name, 0) + 1
-    found = {"names": names, "exchanges": exchanges, "in place": in_place}
+    found = {"names": names, "exchanges": exchanges, "looks": len(looks), "in place": in_place}
     return found | {"rows": optimizer.comm_report()}
 
 
 def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
-    """Beside Newton-Schulz: the kernels of the step, one wait per exchange, and copies."""
+    """Beside Newton-Schulz: the kernels of the step, a wait per exchange and update, and copies."""
     answers = gpu_ranks(2).run(traced)
     write_log("traced", answers)
     for answer in answers:
         waits = sum(n for name, n in answer["names"].items() if "wait_kernel" in name)
-        assert waits == answer["exchanges"] > 0
+        assert waits == answer["exchanges"] + answer["looks"] and answer["exchanges"] > 0
         assert answer["in place"] and all(answer["in place"])
         assert not [name for name in answer["names"] if "ncclDevKernel_SendRecv" in name]
         # That of the comparison of options, which is of a few numbers.

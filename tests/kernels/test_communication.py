@@ -229,16 +229,22 @@ def test_next_and_clear(signals, words, status, device):
         for slot in (data[:size], data[1:]):
             signals.memset32(words, 0, 7, 8)
             signals.memset32(epoch, 0, 7, 1)
-            signals.wait_signals(words, epoch, 1000, status, next=epoch, clear=slot)
+            signals.wait_signals(words, epoch, 1000, status, next=epoch, clear=[slot])
             assert read(epoch) == [8] and slot.all() and status.item() == 0
-            signals.wait_signals(words, epoch, 1, status, next=epoch, clear=slot)
+            signals.wait_signals(words, epoch, 1, status, next=epoch, clear=[slot])
             assert read(epoch) == [8] and not slot.any() and status.item() == 1
             assert data.sum() == 1
             slot.fill_(1)
-            signals.wait_signals(words, 7, 60_000, status, next=epoch, clear=slot)
+            signals.wait_signals(words, 7, 60_000, status, next=epoch, clear=[slot])
             assert read(epoch) == [8] and not slot.any() and status.item() == 1
             status.zero_()
             slot.fill_(1)
+    several = torch.ones(64, 3, dtype=torch.uint8, device=device)
+    signals.wait_signals(words, 7, 1000, status, clear=[*several])
+    assert several.all() and status.item() == 0
+    signals.wait_signals(words, 8, 1, status, clear=[*several[1:]])
+    assert several[0].all() and not several[1:].any() and status.item() == 1
+    status.zero_()
     signals.memset32(words, 0, 2**32 - 1, 8)
     signals.wait_signals(words, 2**32 - 1, 1000, status, next=epoch)
     assert read(epoch) == [0]
@@ -260,8 +266,10 @@ def test_waits_are_checked(signals, words, status):
         wait(words, 1, 0.5, status)
     with pytest.raises(ValueError, match="value must be in"):
         wait(words, 2**32, 1, status)
-    with pytest.raises(ValueError, match="clear must be contiguous uint8"):
-        wait(words, 1, 1, status, clear=words)
+    with pytest.raises(ValueError, match=r"clear\[0\] must be contiguous uint8"):
+        wait(words, 1, 1, status, clear=[words])
+    with pytest.raises(ValueError, match="clear may have at most 64 tensors, got 65"):
+        wait(words, 1, 1, status, clear=[words.view(torch.uint8)] * 65)
     with pytest.raises(ValueError, match=r"next must have shape \(1,\)"):
         wait(words, 1, 1, status, next=words)
     with pytest.raises(TypeError, match="value must have dtype uint32"):

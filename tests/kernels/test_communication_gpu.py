@@ -227,7 +227,7 @@ def test_opcheck_and_compile(push, ops, device, words):
     for op, arguments in (
         (ops.stream_write_value32, (words, 0, 1)),
         (ops.memset32, (words, 0, 1, 4)),
-        (ops.wait_signals, (words, 1, None, 1, late, words[5:6], None)),
+        (ops.wait_signals, (words, 1, None, 1, late, words[5:6], [])),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
     target = torch.zeros(8, 4, device=device)

@@ -128,6 +128,48 @@ def test_a_rank_that_failed_sends_no_word(pipelined, arenas):
     assert second._words.tolist() == [1, 0]
 
 
+@pytest.mark.sees_defect("a rank that gave up writes over rows that a late one still multiplies")
+def test_a_product_beside_one_that_gave_up_has_a_status(pipelined, arenas, monkeypatch):
+    """Rank 0 gives up on call 2, and its call 3 writes the rows that rank 1 multiplies in call 1."""
+    first, second = feeders(pipelined, arenas, 2, timeout_ms=200)
+    reads, written, product = threading.Event(), threading.Event(), pipelined.progress_matmul
+
+    def slow(a, b, words, rank, *, epoch, **options):
+        if rank == 1:
+            pipelined.wait_signals(words, epoch, 10_000, options["status"])
+            reads.set()
+            assert written.wait(20)
+        return product(a, b, words, rank, epoch=epoch, **options)
+
+    monkeypatch.setattr(pipelined, "progress_matmul", slow)
+    first.check = lambda: None  # its host does not know yet
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second, part(0, 1), B)
+        first(part(0, 0), B)
+        assert reads.wait(20)
+        for call in (1, 2):
+            first(part(call, 0), B)
+        written.set()
+        found = late.result()
+    exact = torch.cat([part(0, rank) for rank in range(2)]) @ B
+    assert not torch.equal(found, exact)
+    with pytest.raises(RuntimeError, match="rank 0 of the group .* or had given up"):
+        second.check(wait=True)
+
+
+def test_the_end_of_one_that_is_not_closed_waits(pipelined, arenas):
+    one, _ = feeders(pipelined, arenas, 2)
+    waited = []
+
+    class Event:
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    one._last = pipelined.Done(Event())
+    del one
+    assert len(waited) == 1
+
+
 WRONG = {
     "a_shard must be \\(rows, inner\\)": {"a_shard": torch.zeros(ROWS + 1, INNER, dtype=HALF)},
     "a_shard must be contiguous": {"a_shard": torch.zeros(INNER, ROWS, dtype=HALF).mT},

@@ -46,7 +46,7 @@ def wait_signals(
     timeout_ms: int,
     status: Tensor,
     next: Tensor | None = None,
-    clear: Tensor | None = None,
+    clear: Sequence[Tensor] = (),
 ) -> None:
     """Wait until every word has reached the value; else 1 + the index of the first late one."""
     end = time.monotonic() + timeout_ms / 1000
@@ -58,8 +58,9 @@ def wait_signals(
     if status.item() == 0:
         if next is not None:
             next.fill_((value + 1) % (1 << 32))
-    elif clear is not None:
-        clear.zero_()
+    else:
+        for one in clear:
+            one.zero_()
 
 
 def progress_matmul(

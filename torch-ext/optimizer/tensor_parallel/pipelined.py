@@ -7,6 +7,8 @@ of another rank once its word has reached n.
 
 Nobody says that a buffer has been read. A rank sends in call n after its product of call n - 1,
 and so a word n - 1 says that its product n - 2, the last one to read the buffer of call n, is over.
+A rank that gave up says so at all others before it sends anything more (`symmetric/arena.py`), and
+every product has a status that looks at that behind it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class PipelinedAllGatherMatmul:
 
     A call has the result of `all_gather_matmul(a_shard, [b], 0)`, without gradients. Where
     `progress_matmul` has no kernel, torch multiplies after all rows have come. All ranks of the
-    group make it together, and call it equally often.
+    group make it together, and call it equally often. Call `close()` before you drop it: without
+    that its end waits for the last call, on the host.
 
     Args:
         group: ProcessGroup of ranks on one host, or None for all ranks.
@@ -164,7 +167,8 @@ class PipelinedAllGatherMatmul:
         """
         before, self.calls = self.calls % EPOCHS, self.calls + 1
         timeout = self._arena.timeout_ms
-        wait_signals(self._words, before, timeout, self._status, next=self._sent)
+        told = self._arena.word_at_all
+        wait_signals(self._words, before, timeout, self._status, next=self._sent, clear=told)
 
     def _send(self, a_shard: Tensor) -> None:
         buffers = self._buffers[self.calls % BUFFERS]
@@ -178,7 +182,7 @@ class PipelinedAllGatherMatmul:
         gathered, epoch = self._buffers[self.calls % BUFFERS][self.rank], self.calls % EPOCHS
         push([gathered[self._part]], [a_shard])
         stream_write_value32(self._words, self.rank, epoch)
-        return progress_matmul(
+        product = progress_matmul(
             gathered,
             b,
             self._words,
@@ -189,6 +193,8 @@ class PipelinedAllGatherMatmul:
             out=out,
             blocks=self._blocks,
         )
+        wait_signals(self._arena.living, 1, 0, self._status)
+        return product
 
     def check(self, *, wait: bool = False) -> None:
         """Raise RuntimeError if a rank was late; `wait` waits for the calls that are under way.
@@ -201,9 +207,13 @@ class PipelinedAllGatherMatmul:
             torch.cuda.current_stream(self._stream.device).synchronize()
         if late := int(self._status):
             raise RuntimeError(
-                f"rank {late - 1} of the group sent no rows within {self._arena.timeout_ms} ms; "
-                "its own error says why, and all ranks must make this object anew"
+                f"rank {late - 1} of the group sent no rows within {self._arena.timeout_ms} ms, or "
+                "had given up; its own error says why, and all ranks must make this object anew"
             )
+
+    def __del__(self) -> None:
+        if (last := getattr(self, "_last", None)) is not None and last.event is not None:
+            last.event.synchronize()  # it writes to the status, and others to the buffers
 
     def close(self) -> None:
         """Let go of the memory of all ranks, after what was launched here."""

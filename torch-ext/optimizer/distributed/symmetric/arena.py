@@ -1,10 +1,16 @@
 """Memory that all ranks of a group can write into, and the signals that say what was written.
 
-One allocation per rank holds a flag per sender, a record per sender from the handshake, and slots
-for messages. A sender copies into a slot of the receiver and then, on the same stream, copies its
-epoch into its flag there. The receiver's stream waits for the flags of all senders. Such a wait
-ends after its time: it sets a status on the device, which stays. A rank with a status no longer
-advances its epoch, so nobody takes for good what it sends from then on.
+One allocation per rank holds a flag per sender, a word per rank that says whether it lives, a
+record per sender from the handshake, and slots for messages. A sender copies into a slot of the
+receiver and then, on the same stream, copies its epoch into its flag there. The receiver's stream
+waits for the flags of all senders. Such a wait ends after its time: it sets a status on the device,
+which stays. A rank with a status no longer advances its epoch, so nobody takes for good what it
+sends from then on.
+
+Its copies of the step go on, into slots that a late rank may yet read: no copy engine can be told
+on the device to copy nothing. So the wait that gives up clears the rank's word at all others, ahead
+of those copies, and `alive` and `zeros_unless_alive` look at the words behind, or right before, the
+last use of what came.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ HIGH = -1  # priority of the stream: a wait is one block, which a full device mu
 
 def header_bytes(ranks: int) -> int:
     """Bytes before the first slot."""
-    return _rounded(ranks * (WORD + RECORD.size))
+    return _rounded(ranks * (2 * WORD + RECORD.size))
 
 
 def arena_bytes(ranks: int, slots: int, slot_bytes: int) -> int:
@@ -100,7 +106,7 @@ class Arena:
         timeout_ms: int,
         keep: Any = None,
     ) -> None:
-        self.rank, self.ranks = rank, len(memories)
+        self.rank, self.ranks = rank, (ranks := len(memories))
         self.slots, self.slot_bytes, self.timeout_ms = slots, slot_bytes, timeout_ms
         self.bytes = memories[rank].numel()
         self.launched = 0  # exchanges
@@ -112,6 +118,10 @@ class Arena:
         self._epoch = torch.ones(1, dtype=torch.int32, device=device).view(torch.uint32)
         self._word = self._epoch.view(torch.uint8)  # the next epoch, as long as all went well
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        first, mine = ranks * WORD, (ranks + rank) * WORD
+        self.living = memories[rank][first : first + ranks * WORD].view(torch.uint32)
+        self.living.view(torch.int32).fill_(1)  # 0: the rank has given up
+        self.word_at_all = [memory[mine : mine + WORD] for memory in memories]
         self._alive = torch.ones((), dtype=torch.float32, device=device)
         self._stream, self._seen = None, self._status
         self._noted: torch.cuda.Event | None = None  # behind the last copy of the status
@@ -170,18 +180,24 @@ class Arena:
             written.append(own[0])
             read.append(own[1])
         push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
+        epoch, cleared = self.launched % 2**32, [arriving, *self.word_at_all]
         wait_signals(
-            self._flags, self.launched % 2**32, self.timeout_ms, self._status, self._epoch, arriving
+            self._flags, epoch, self.timeout_ms, self._status, next=self._epoch, clear=cleared
         )
         if timed is not None:
             timed.note(1)
 
     def alive(self) -> Tensor:
-        """1 as long as all went well, else 0, when the current stream gets there: 0-D float32.
+        """1 as long as all ranks live, else 0, when the current stream gets there: 0-D float32.
 
         What a step multiplies its rates by.
         """
-        return torch.eq(self._status[0], 0, out=self._alive)
+        self.zeros_unless_alive(self._alive.view(1).view(torch.uint8))
+        return self._alive
+
+    def zeros_unless_alive(self, made: Tensor) -> None:
+        """Clear what was made of a message, if a rank has given up by now: uint8."""
+        wait_signals(self.living, 1, 0, self._status, clear=[made, *self.word_at_all])
 
     def order(self) -> None:
         """Let the current stream wait for everything that was launched here."""
@@ -219,7 +235,7 @@ class Arena:
         Args:
             plan: digest of what this rank is going to send and expects.
         """
-        first = self.ranks * WORD
+        first = 2 * self.ranks * WORD
         record = torch.frombuffer(
             bytearray(RECORD.pack(MAGIC, self.rank, self.bytes, plan)), dtype=torch.uint8
         ).to(self._status.device)
@@ -250,4 +266,5 @@ class Arena:
             self._stream.synchronize()
         self._memories, self._keep, self._stream = [], None, None
         self._own = self._flags = torch.empty(0)
-        self._flag_of_me = []
+        self._flag_of_me = self.word_at_all = []
+        self.living = self._flags

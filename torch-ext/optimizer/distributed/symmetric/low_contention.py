@@ -25,8 +25,10 @@ OPS = ("sum", "avg")
 SLOTS = 3  # two on their way, one that others may still read
 LEAST_BYTES = 2**20
 TIMEOUT_MS = 30000  # how long a call waits for the other ranks, on the device
-# The arenas of this process, by group (a name may be that of a later one) and device.
+# The arenas of this process, by group (a name may be that of a later one) and device; and how often
+# it has called a function of this module, by group.
 _KEPT: MutableMapping[Any, dict[torch.device, LowContention]] = WeakKeyDictionary()
+_CALLS: MutableMapping[Any, int] = WeakKeyDictionary()
 
 
 def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending:
@@ -51,9 +53,10 @@ def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending
         TypeError, ValueError: dtypes, shapes or strides do not fit.
         CommUnavailable: the ranks cannot write into each other's memory; on all of them.
         RuntimeError: a rank did not come to an earlier call within 30 s, whose result is zeros, as
-            are those of calls until this is raised: the host learns of it without a wait. Ranks
-            may learn of it at different calls; the next call makes the memory anew, with all of
-            them. Or: a CUDA graph is captured.
+            are those of calls until this is raised: the host learns of it without a wait. The next
+            call makes the memory anew, with all ranks. Ranks may have learned of it at different
+            calls, of which none is another's: then it raises on all of them, and a new process
+            group is the way on. Or: a CUDA graph is captured.
     """
     return _of(group, "out", out).all_gather(out, inp, dim)
 
@@ -80,6 +83,7 @@ def _of(group: Any, name: str, whole: object) -> LowContention:
     group = distributed.group.WORLD if group is None else group
     if whole.device.type == "cuda":
         check_not_captured()
+    _CALLS[group] = _CALLS.get(group, 0) + 1
     kept, size = _KEPT.setdefault(group, {}), whole.numel() * whole.element_size()
     found = kept.get(whole.device)
     if found is not None:
@@ -97,6 +101,17 @@ def _of(group: Any, name: str, whole: object) -> LowContention:
     room = max(LEAST_BYTES, 1 << (size - 1).bit_length())
     kept[whole.device] = made = LowContention(group, whole.device, room)
     return made
+
+
+def _check_together(group: Any) -> None:
+    """Raise RuntimeError on all ranks if they are at different calls."""
+    said: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(said, _CALLS.get(group, 0), group=group)
+    if len({*said}) > 1:
+        raise RuntimeError(
+            f"the ranks are at calls {said} of this group's collectives, since each learned at its "
+            "own call of a rank that was late; bring them together, and go on with a new group"
+        )
 
 
 class Pending:
@@ -132,9 +147,11 @@ class LowContention:
 
     Raises:
         CommUnavailable: the ranks cannot write into each other's memory; on all of them.
+        RuntimeError: the ranks are at different calls; on all of them.
     """
 
     def __init__(self, group: Any, device: torch.device, slot_bytes: int) -> None:
+        _check_together(group)
         made = GroupTransport(group).arena_for(device, SLOTS, slot_bytes, TIMEOUT_MS)
         if not isinstance(made, Arena):
             raise CommUnavailable(f"low-contention collectives cannot be had: {made}")
@@ -192,7 +209,8 @@ class LowContention:
         if late is not None:
             raise RuntimeError(
                 f"rank {late} of the group did not come to a collective within "
-                f"{self._arena.timeout_ms} ms; its result and those of later ones are zeros"
+                f"{self._arena.timeout_ms} ms, or had given up itself; the result and those of "
+                "later ones are zeros"
             )
 
     def close(self) -> None:
@@ -219,6 +237,7 @@ class LowContention:
 
         def finished() -> Tensor:
             out = finish()
+            arena.zeros_unless_alive(out.view(-1).view(torch.uint8))
             self._slots.free(slot, self._arena.launched)
             del self._open[slot]
             return out

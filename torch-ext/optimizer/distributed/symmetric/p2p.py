@@ -231,8 +231,9 @@ class PeerToPeer:
         if late is not None:
             raise RuntimeError(
                 f"rank {late} of the group did not arrive at an exchange within "
-                f"{self.arena.timeout_ms} ms (timeout_ms of DistributedConfig). Parameters are as "
-                "they were before or after this step; load a state_dict before going on"
+                f"{self.arena.timeout_ms} ms (timeout_ms of DistributedConfig), or had given up "
+                "itself. Parameters are as they were before or after this step; load a state_dict "
+                "before going on"
             )
 
 

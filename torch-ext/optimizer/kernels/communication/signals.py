@@ -11,6 +11,8 @@ No wait traps or hangs: it gives up after its time and says in `status` which wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import register_fake
@@ -22,6 +24,7 @@ from ..checks import check_dense, check_device, check_tensor
 
 WORDS = 1 << 32
 LONGEST_MS = 1 << 40  # nanoseconds_of of kernels-src/communication/status.h
+MOST_CLEARED = 64  # kMostCleared of kernels-src/communication/wait_signals.cu
 
 
 @register_fake(add_op_namespace_prefix("stream_write_value32"))
@@ -35,7 +38,7 @@ def _fake_memset(x, offset, value, count):
 
 
 @register_fake(add_op_namespace_prefix("wait_signals"))
-def _fake_wait(flags, value, epoch, timeout_ms, status, next=None, clear=None):
+def _fake_wait(flags, value, epoch, timeout_ms, status, next, clear):
     return None
 
 
@@ -91,7 +94,7 @@ def wait_signals(
     timeout_ms: int,
     status: Tensor,
     next: Tensor | None = None,
-    clear: Tensor | None = None,
+    clear: Sequence[Tensor] = (),
 ) -> None:
     """Let the current stream wait until every word has reached a value.
 
@@ -109,8 +112,9 @@ def wait_signals(
             without a copy. Gets 1 + the index of the first late word; untouched if none is late.
         next: (1,) uint32 on the device of the flags, may be `value`; gets value + 1, modulo 2^32,
             once all words are there, so that what is sent on is a good signal then and only then.
-        clear: uint8, contiguous, on the device of the flags; becomes zeros if the wait gives up, so
-            that what follows on the stream computes with nothing half-arrived.
+        clear: at most 64 tensors, uint8, contiguous, on the device of the flags; peers' memory is
+            allowed. They become zeros if the wait gives up, ahead of what follows on the stream:
+            nothing computes with what has half arrived, and peers can be told.
 
     Raises:
         TypeError: a tensor has another dtype, or a number is no integer.
@@ -121,16 +125,18 @@ def wait_signals(
     number, epoch = check_epoch("value", value, flags)
     if next is not None:
         check_epoch("next", next, flags)
-    if clear is not None:
-        check_dense("clear", clear)
-        if clear.dtype != torch.uint8 or not clear.is_contiguous():
+    if len(clear) > MOST_CLEARED:
+        raise ValueError(f"clear may have at most {MOST_CLEARED} tensors, got {len(clear)}")
+    for k, one in enumerate(clear):
+        check_dense(f"clear[{k}]", one)
+        if one.dtype != torch.uint8 or not one.is_contiguous():
             raise ValueError(
-                f"clear must be contiguous uint8, got {clear.dtype} with stride {clear.stride()}; "
-                "pass x.view(torch.uint8)"
+                f"clear[{k}] must be contiguous uint8, got {one.dtype} with stride "
+                f"{one.stride()}; pass x.view(torch.uint8)"
             )
-        check_device("clear", clear, flags, "flags")
+        check_device(f"clear[{k}]", one, flags, "flags")
     if dispatch.runs_compiled("wait_signals", flags.device):
-        ops.wait_signals(flags, number, epoch, timeout_ms, status, next, clear)
+        ops.wait_signals(flags, number, epoch, timeout_ms, status, next, [*clear])
     elif flags.device.type != "meta":
         number = number if epoch is None else epoch.item()
         reference.wait_signals(flags, number, timeout_ms, status, next, clear)
