@@ -7,6 +7,7 @@ when they come to it send the rest there, and all of them make the same exchange
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class InBackward:
 
     def __init__(self, chunks: Sequence[SharedChunk], backwards: int, shared: Shared) -> None:
         self.dropped = 0  # how often what had left was of no use
+        self._captured = False  # a backward pass, whose replays run no hooks
         self._chunks, self._backwards, self._shared = chunks, backwards, weakref.ref(shared)
         self._lock = threading.Lock()  # autograd has a thread per device
         self._forget()
@@ -52,12 +54,14 @@ class InBackward:
         self._sent: dict[Tensor, tuple[Tensor, int]] = {}  # gradient and its version, by parameter
         self._counts: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}  # accumulations, likewise
         self._whole: dict[Tensor, torch.cuda.Stream | None] = {}  # on which streams they are made
+        self._ready: torch.cuda.Event | None = None  # the memory of the last step is free
 
     @torch.no_grad()
     def _accumulated(self, param: Tensor) -> None:
         """A backward pass has added to the gradient of a parameter."""
         grad, cuda = param.grad, param.is_cuda
-        if grad is None or (cuda and torch.cuda.is_current_stream_capturing()):
+        self._captured = self._captured or _is_capturing(param)
+        if grad is None or self._captured:
             return
         with self._lock:
             if param in self._sent:  # in an earlier pass, which was not the last one
@@ -75,13 +79,19 @@ class InBackward:
             params = chunk.params
             if not params <= self._whole.keys() or any(param.grad is None for param in params):
                 return
-            shared = self._shared()
-            self.run = self.run or (None if shared is None else shared.begin_in_backward())
+            cuda = chunk.device.type == "cuda"
             if self.run is None:
-                return
-            if chunk.device.type == "cuda":
+                shared = self._shared()
+                self.run = None if shared is None else shared.begin_in_backward()
+                if self.run is None:
+                    return
+                if cuda:
+                    self._ready = torch.cuda.current_stream(chunk.device).record_event()
+            if cuda:
+                here = torch.cuda.current_stream(chunk.device)
                 for stream in {self._whole[param] for param in params}:
-                    torch.cuda.current_stream(chunk.device).wait_stream(stream)
+                    here.wait_stream(stream)
+                here.wait_event(self._ready)
             chunk.team.transport.begin_early(chunk.route.gathered)
             everything = [True] * len(chunk.members)
             contributions = Contributions(chunk, everything, [*chunk.route.owned], self.run)
@@ -99,6 +109,11 @@ class InBackward:
         counts = self._counts
         self._forget()
         self._counts, self.dropped = counts, self.dropped + 1
+
+    def take_back_captured(self) -> None:
+        """Begin a step: what had left before a capture is of no use, as nothing leaves any more."""
+        if self._captured and self.run is not None:
+            self._drop()
 
     def check(self, labelled: Sequence[tuple[str, Tensor]]) -> None:
         """Raise RuntimeError if a gradient is not what has left."""
@@ -127,12 +142,24 @@ class InBackward:
             handle.remove()
 
 
+def _is_capturing(param: Tensor) -> bool:
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def sent_first(order: Sequence[tuple[int, object]], ahead: int) -> list[SharedChunk]:
     """What a step launches before it sends anything back, of what may leave by pushes.
+
+    It ends before a chunk that cannot leave in backward: one with a frozen parameter, which has no
+    gradient to wait for, and one in float16, whose scales go by a collective of the step.
 
     Args:
         order: (number of a group, chunk) of a plan.
         ahead: chunks that are launched before the first is computed.
     """
     opened = [part for _, chunk in order for part in parts_of(chunk) or (None,)][: ahead + 1]
-    return [c for c in opened if c is not None and c.team.transport.pushes(c.route.gathered)]
+    pushed = [c for c in opened if c is not None and c.team.transport.pushes(c.route.gathered)]
+    return [*itertools.takewhile(_may_leave, pushed)]
+
+
+def _may_leave(chunk: SharedChunk) -> bool:
+    return chunk.wire != torch.float16 and all(param.requires_grad for param in chunk.params)

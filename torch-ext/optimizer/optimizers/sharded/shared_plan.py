@@ -344,6 +344,7 @@ class Ranks:
         ]
         new, early = self._settled is not shared, shared.in_backward
         if early is not None:
+            early.take_back_captured()
             for common in shared.teams:
                 early.check(common.labelled)
         everywhere, together = self.consistency.compare(
@@ -398,7 +399,8 @@ class Ranks:
             return []
         reason = (
             "reduce_in_backward sends nothing: it takes gradients='unreduced' on several ranks, "
-            "transport='p2p' and messages of min_bytes"
+            "transport='p2p', messages of min_bytes, wire_dtype of float32, and parameters that train "
+            "in the first chunks"
         )
         if self.config.strict:
             return [CommUnavailable(reason)]
