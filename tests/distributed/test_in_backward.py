@@ -413,7 +413,7 @@ class Stream:
         return "memory is free", self
 
 
-@pytest.mark.sees_defect("a hook on another stream packs into memory that the last step still reads")
+@pytest.mark.sees_defect("a hook on another stream packs into memory that the last step reads")
 def test_every_stream_waits_for_the_last_step(opt, monkeypatch) -> None:
     """Backward on two streams: the first begins the step, and only it waited for the last one."""
     module = module_of(opt, "optimizers.sharded.in_backward")

@@ -130,7 +130,7 @@ def test_a_rank_that_failed_sends_no_word(pipelined, arenas):
 
 @pytest.mark.sees_defect("a rank that gave up writes over rows that a late one still multiplies")
 def test_a_product_beside_one_that_gave_up_has_a_status(pipelined, arenas, monkeypatch):
-    """Rank 0 gives up on call 2, and its call 3 writes the rows that rank 1 multiplies in call 1."""
+    """Rank 0 gives up on call 2, and its call 3 writes what rank 1 multiplies in call 1."""
     first, second = feeders(pipelined, arenas, 2, timeout_ms=200)
     reads, written, product = threading.Event(), threading.Event(), pipelined.progress_matmul
 
@@ -153,7 +153,7 @@ def test_a_product_beside_one_that_gave_up_has_a_status(pipelined, arenas, monke
         found = late.result()
     exact = torch.cat([part(0, rank) for rank in range(2)]) @ B
     assert not torch.equal(found, exact)
-    with pytest.raises(RuntimeError, match="rank 0 of the group .* or had given up"):
+    with pytest.raises(RuntimeError, match=r"rank 0 of the group .* or had given up"):
         second.check(wait=True)
 
 

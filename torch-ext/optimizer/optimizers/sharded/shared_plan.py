@@ -399,8 +399,8 @@ class Ranks:
             return []
         reason = (
             "reduce_in_backward sends nothing: it takes gradients='unreduced' on several ranks, "
-            "transport='p2p', messages of min_bytes, wire_dtype of float32, and parameters that train "
-            "in the first chunks"
+            "transport='p2p', messages of min_bytes, wire_dtype of float32, and parameters that "
+            "train in the first chunks"
         )
         if self.config.strict:
             return [CommUnavailable(reason)]
