@@ -71,6 +71,10 @@ def test_softmax_top_k(moe, top_k, norm):
     assert (weights.diff(dim=-1) <= 0).all(), "the most probable expert comes first"
 
 
+@pytest.mark.sees_defect(
+    "softmax routing has no groups, although a model that needs them is listed"
+)
+@pytest.mark.sees_defect("corrected scores leak into the weights or their gradient")
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.sampled_from([1, 2, 3, 4]),
@@ -100,29 +104,6 @@ def test_group_top_k(moe, groups, size, data, norm, score, seed):
         routed_scaling_factor=2.5,
     )
     assert_routes(index, weights, expected)
-
-
-@pytest.mark.sees_defect("corrected scores leak into the weights or their gradient")
-def test_correction_chooses_but_does_not_weight(moe):
-    logits = torch.tensor([[2.0, 1.0, -3.0]])
-    bias = torch.tensor([0.0, 0.0, 5.0])
-    index, weights = moe.group_top_k(logits, 1, correction_bias=bias, norm_topk_prob=False)
-    assert index.item() == 2
-    assert weights.item() == pytest.approx(1 / (1 + math.exp(3)), rel=1e-6)
-
-
-@pytest.mark.sees_defect(
-    "softmax routing has no groups, although a model that needs them is listed"
-)
-def test_groups_restrict_softmax_too(moe):
-    """Mistral 4: softmax with groups. The best expert lies in the weaker group and is left out."""
-    logits = torch.tensor([[3.0, -9.0, 2.5, 2.5]])
-    plain, _ = moe.softmax_top_k(logits, 1)
-    index, weights = moe.group_top_k(
-        logits, 1, score="softmax", n_group=2, topk_group=1, norm_topk_prob=False
-    )
-    assert plain.item() == 0 and index.item() in (2, 3)
-    assert weights.item() == pytest.approx(logits.softmax(-1)[0, 2].item(), rel=1e-6)
 
 
 def test_a_dropped_group_counts_as_zero_not_as_minus_infinity(moe):

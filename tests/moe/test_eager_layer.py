@@ -519,32 +519,6 @@ def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
 
 
 @pytest.mark.gpu
-def test_autocast_and_leading_dimensions(moe, device) -> None:
-    layer, x, ids, gates, _ = PLAYED[0].drawn(moe, device)
-    expected = layer(x, ids, gates)
-    with torch.autocast("cuda", torch.bfloat16):
-        out = layer(x.float(), ids, gates)
-    assert out.dtype == torch.float32
-    assert_same_bits(out.bfloat16(), expected)
-    shaped = (one.reshape(2, -1, one.shape[-1]) for one in (x, ids, gates))
-    assert_same_bits(layer(*shaped).flatten(0, 1), expected)
-
-
-@pytest.mark.gpu
-def test_wrong_arguments_are_refused_as_ever(moe, device) -> None:
-    layer, x, ids, gates, _ = PLAYED[0].drawn(moe, device)
-    layer(x, ids, gates)
-    with pytest.raises(ValueError, match="hidden_states must be"):
-        layer(x[:, :-8], ids, gates)
-    with pytest.raises(TypeError, match="weight must have dtype"):
-        layer(x.float(), ids, gates)
-    with pytest.raises(ValueError, match="top_k_index and top_k_weights"):
-        layer(x, ids, gates[:, :1])
-    with pytest.raises(ValueError, match="device"):
-        layer(x, ids.cpu(), gates)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float32])

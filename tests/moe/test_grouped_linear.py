@@ -259,10 +259,6 @@ def test_the_compiled_path_is_for_4_bit_experts(moe, opt, dispatch, monkeypatch,
         pick(dense=True)
 
 
-# The predecessor's kernel shapes.
-KERNEL_SHAPES = (Problem(64, 2, 32, 128, 64, 4), Problem(128, 4, 64, 256, 128, 8, peft=True))
-
-
 @pytest.mark.parametrize("packed", [None, "nf4", "mxfp4", "fp8"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_rows_and_gates_of_sentinels_are_not_read(moe, device, backend, packed):
@@ -289,17 +285,6 @@ def test_rows_and_gates_of_sentinels_are_not_read(moe, device, backend, packed):
         leaves["gates"].view(-1)[order.slots[valid:]] = torch.nan
     for actual, wanted in zip(run(), expected, strict=True):
         assert_same_bits(actual, wanted)
-
-
-@pytest.mark.parametrize("problem", KERNEL_SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernel_shapes(moe, device, problem, dtype):
-    def run(problem, leaves, ids, grad, _):
-        y = moe.parallel_linear_lora(**predecessors(problem, leaves, ids))
-        return {"y": y.detach(), **gradients(y, leaves, grad)}
-
-    problem = dataclasses.replace(problem, dtype=dtype, lora_dtype=dtype)
-    assert_close_to_eager(problem, run, device)
 
 
 @pytest.mark.parametrize("rank", [4, None])

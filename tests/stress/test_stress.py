@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from . import _cases, _episode, _events, _meshes, _together, fuzz, soak
+from . import __main__ as runs
+from . import _cases, _episode, _events, _meshes, _together
 from ._arguments import Call
 from ._calls import CALLS, Package
 from ._problem import DifferenceError
-from ._workers import Report, Workers
 
 QUICK = [name for name in CALLS if not name.startswith("integrations.")]
 
@@ -127,8 +127,8 @@ def killed(opt: Any, numbers: list[int], only: str | None) -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_a_crash_is_found_and_the_others_go_on(monkeypatch) -> None:
-    monkeypatch.setattr(fuzz._cases, "play", killed)
-    report = fuzz.fuzz(3, 0, 0)
+    monkeypatch.setattr(_cases, "play", killed)
+    report = runs.fuzz(3, 0, 0)
     (finding,) = report.findings
     assert finding["kind"] == "crash" and finding["where"].endswith(" 1")
     assert "code -11" in finding["text"] and report.counts["calls"] == 2
@@ -238,7 +238,7 @@ def test_half_a_step_that_goes_on_is_seen(opt, submodule, monkeypatch) -> None:
 
 @pytest.mark.dist
 def test_several_ranks() -> None:
-    workers = Workers(2)
+    workers = runs.Workers(2)
     answers = workers.run(_together.play, 1, 6, limit=120)
     workers.close()
     assert [how for how, _ in answers] == ["done", "done"]
@@ -248,7 +248,7 @@ def test_several_ranks() -> None:
 
 @pytest.mark.parametrize("found", [0, 1])
 def test_the_report_says_what_was_found(tmp_path, capsys, found) -> None:
-    report = Report("soak", 7)
+    report = runs.Report("soak", 7)
     report.counts["step"] = 3
     for _ in range(found):
         report.add("difference", "1 rank, seed 7", "differs", ["step"])
@@ -274,8 +274,8 @@ def test_steps_are_shared_out(monkeypatch) -> None:
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(soak, "Workers", Played)
-    report = soak.soak(1000, 0)
+    monkeypatch.setattr(runs, "Workers", Played)
+    report = runs.soak(1000, 0)
     assert sum(n for world, n in asked if world == 1) == 900
     assert sum(n for world, n in asked if world == 4) == 100
     assert report.counts["steps of 4 ranks"] == 100 and not report.findings
