@@ -122,6 +122,9 @@ def measure(
             except ValueError as error:
                 raise SystemExit(f"{progress.partial_path(path)}: {error}") from error
             stack.callback(file.release)
+            if file.is_written:
+                print(f"{path} is complete; delete it to measure it anew")
+                return 0
             if file.rows:
                 print(f"goes on behind {len(file.rows)} rows of {file.source}")
         rows = file.rows if file else []

@@ -178,6 +178,9 @@ def test_two_commands_share_the_cases_of_a_file(toy, harness, capsys) -> None:
     assert toy() == 0
     assert inner == CASES[1:] and toy.measured == CASES[:1]
     assert cases_in(toy.complete) == CASES and not toy.partial.exists()
+    before = toy.complete.read_text()
+    assert toy() == 0 and toy.measured == [] and toy.complete.read_text() == before
+    assert "toy.json is complete; delete it to measure it anew" in capsys.readouterr().out
     file = harness.progress.PartialFile(toy.partial.with_name("x.json"), HEAD)
     file.rows.append(harness.report.failed("a"))
     file.turn(["a", "a [peer]"], ["b"])
@@ -185,6 +188,8 @@ def test_two_commands_share_the_cases_of_a_file(toy, harness, capsys) -> None:
     assert again.turn([], ["a", "a [peer]", "b", "c"]) == ["c"]
     file.release()
     assert again.turn([], ["b"]) == ["b"]
+    file.complete([], ["a"])
+    assert again.turn(["b"], ["c"]) == [] and not again.complete([], ["a", "b"])
 
 
 def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
@@ -451,24 +456,24 @@ def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
 
 def test_a_peers_tuning_can_be_compiled_in_parts(harness, checkouts) -> None:
     """Each configuration in one of the parts; behind them all are tried, each for a short time."""
-    (peer,) = harness.peers.offered("axolotl")
-    (tuner,) = harness.peers._tuners()
-    configs, bench, seen = list(tuner.configs), tuner._do_bench, []
-    assert len(configs) == 10 and bench.args == harness.peers.TUNING_MS
-    calls = []
-    for number in range(3):
-        with harness.peers.slice_of_tuning(number, 3):
+    peers = harness.peers
+    (peer,) = peers.offered("axolotl")
+    (tuner,) = peers._tuners()
+    configs, seen, calls = list(tuner.configs), [], []
+    assert len(configs) == 10 and tuner._do_bench is peers._bench
+    for number in range(peers.SLICES):
+        with peers.slice_of_tuning(number):
             seen += tuner.configs
             assert tuner.do_bench(lambda: calls.append(1), (0.5, 0.2)) == [0.0, 0.0]
-    assert sorted(map(str, seen)) == sorted(map(str, configs)) and len(calls) == 3
-    assert tuner.configs == configs and tuner._do_bench is bench
+    assert sorted(map(str, seen)) == sorted(map(str, configs)) and len(calls) == peers.SLICES
+    assert tuner.configs == configs and tuner._do_bench is peers._bench
     assert "TRITON_CACHE_AUTOTUNING" not in os.environ
     built = SimpleNamespace(package=None)
-    jobs = harness.moe_lora.peer_jobs(built)
-    assert len(jobs) == 4 * harness.moe_lora.SLICES
+    assert len(harness.moe_lora.peer_jobs(built)) == 4 * peers.SLICES
     units = [unit for _, units in harness.moe_lora.peer_units(peer) for unit in units]
     assert len(units) == 8 and "Qwen3-30B-A3B/T2048/r16/fwd [axolotl]" in units
     assert harness.moe_lora.peer_jobs(built, units) == {}
+    assert len(harness.one_gpu.compile_jobs(built)) == 2 * peers.SLICES
 
 
 def test_peers_are_there_for_agreed_layers_only(harness) -> None:

@@ -31,7 +31,9 @@ from .report import Row
 
 VARIABLE = "PEERS"
 AXOLOTL_KERNELS = "axolotl.integrations.kernels.libs.scattermoe_lora"
-TUNING_MS = 5, 25  # warm-up and repetitions of a configuration that axolotl's kernels try
+TUNED = ("dion", "axolotl")  # packages whose kernels Triton tunes
+TUNING_MS = 5, 25  # warm-up and repetitions of each configuration that is tried
+SLICES = 8  # of the configurations, for processes that compile ahead
 # Peer -> the checkouts that it needs, its own first, and the folder of each that is imported from.
 CHECKOUTS = {
     "dion": {"dion": "."},
@@ -176,7 +178,8 @@ def _say_once(text: str) -> None:
 
 def dion() -> Callable[[Sequence[dict]], Any]:
     """Groups with "kind", "params", "lr", "weight_decay" -> dion's Muon, its Triton products."""
-    make = importlib.import_module("dion").Muon
+    with _tuning_kept():
+        make = importlib.import_module("dion").Muon
 
     def optimizer(groups: Sequence[dict]) -> Any:
         kinds = [
@@ -254,50 +257,56 @@ def _axolotl_kernels() -> ModuleType:
 
     The packages around it would import a whole trainer: empty ones stand for them.
     """
-    *parts, last = AXOLOTL_KERNELS.split(".")
+    parts = AXOLOTL_KERNELS.split(".")[:-1]
     for count in range(1, len(parts) + 1):
         outer = ModuleType(".".join(parts[:count]))
         outer.__path__ = sys.path[:1] if count == len(parts) else []  # where `found` looks first
         sys.modules[outer.__name__] = outer
-    cached = "TRITON_CACHE_AUTOTUNING"
-    before = os.environ.get(cached)
+    with _tuning_kept():
+        return importlib.import_module(AXOLOTL_KERNELS)
+
+
+@contextmanager
+def _tuning_kept() -> Iterator[None]:
+    """For the import of a peer: Triton keeps what its autotuners find, each in a short time."""
+    cached, before = "TRITON_CACHE_AUTOTUNING", os.environ.get("TRITON_CACHE_AUTOTUNING")
     os.environ[cached] = "1"  # read where a kernel is defined
     try:
-        package = importlib.import_module(f"{'.'.join(parts)}.{last}")
+        yield
     finally:
         os.environ.pop(cached) if before is None else os.environ.update({cached: before})
     for tuner in _tuners():
-        tuner._do_bench = functools.partial(_bench, *TUNING_MS)
-    return package
+        tuner._do_bench = _bench
 
 
-def _bench(warmup: int, rep: int, call: Callable[[], object], quantiles: Sequence[float]) -> Any:
+def _bench(call: Callable[[], object], quantiles: Sequence[float]) -> Any:
     from triton.testing import do_bench
 
+    warmup, rep = TUNING_MS
     return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
 
 
 def _tuners() -> Iterator[Any]:
-    """Triton's autotuners of axolotl's kernels."""
+    """Triton's autotuners of peers' kernels."""
     from triton.runtime.autotuner import Autotuner
 
-    modules = [m for name, m in sys.modules.items() if name.startswith(f"{AXOLOTL_KERNELS}.")]
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] in TUNED]
     found = (one for module in modules for one in vars(module).values())
     yield from {id(one): one for one in found if isinstance(one, Autotuner)}.values()
 
 
 @contextmanager
-def slice_of_tuning(number: int, count: int) -> Iterator[None]:
-    """In here axolotl's kernels try every `count`-th of their configurations, once: to compile."""
-    before = [(tuner, tuner.configs, tuner._do_bench) for tuner in _tuners()]
-    for tuner, configs, _ in before:
-        tuner.configs, tuner.cache = configs[number::count] or configs[:1], {}
+def slice_of_tuning(number: int) -> Iterator[None]:
+    """In here peers' kernels try one of SLICES parts of their configurations, once: to compile."""
+    before = [(tuner, tuner.configs) for tuner in _tuners()]
+    for tuner, configs in before:
+        tuner.configs, tuner.cache = configs[number::SLICES] or configs[:1], {}
         tuner._do_bench = lambda call, quantiles: [call(), [0.0] * len(quantiles)][1]
     try:
         yield
     finally:
-        for tuner, configs, bench in before:
-            tuner.configs, tuner.cache, tuner._do_bench = configs, {}, bench
+        for tuner, configs in before:
+            tuner.configs, tuner.cache, tuner._do_bench = configs, {}, _bench
 
 
 ADAPTERS = {

@@ -84,13 +84,23 @@ class PartialFile:
         self.path, self._partial = path, partial_path(path)
         self.source = path if again and not self._partial.is_file() else self._partial
         self.head, self.rows, self.done = continued(self.source, head, again)
-        self._claims = Claims(path.resolve())
+        self._claims, self._again = Claims(path.resolve()), bool(again)
         if again and self._partial.is_file():
             self._write()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the complete file is there already, of the same machine and sources."""
+        whole = None if self._again or self._partial.is_file() else read(self.path)
+        if whole is None or "missing" in whole:
+            return False
+        return difference(whole, self.head, SAME) is None
 
     def turn(self, finished: Iterable[str], asked: Iterable[str]) -> list[str]:
         """Write what has been finished; this command takes those of `asked` that nobody has."""
         with self._claims.alone():
+            if self.is_written:  # by another command, meanwhile
+                return []
             self._exchange(finished)
             return [case for case in asked if case not in self.done and self._claims.take(case)]
 
@@ -101,6 +111,8 @@ class PartialFile:
     def complete(self, finished: Iterable[str], cases: Sequence[str]) -> bool:
         """Whether all cases are finished, by whomever: then the file is written, in their order."""
         with self._claims.alone():
+            if self.is_written:
+                return False
             self._exchange(finished)
             if not self.done.issuperset(cases):
                 return False

@@ -28,7 +28,6 @@ BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
 PEER_FACTOR = 4.0  # the same of a peer
 PEERS = ("axolotl",)
-SLICES = 8  # of the configurations that a peer's kernels try, for processes that compile ahead
 PEER_SECONDS = 120  # for a layer of a peer
 ROUNDS = 15  # timed
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -392,7 +391,7 @@ def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Job
 
     def job(layer: Layer, peer: peers.Peer, number: int) -> None:
         case = LayerCase(layer, built, 0)
-        with peers.slice_of_tuning(number, SLICES):
+        with peers.slice_of_tuning(number):
             calls_of(case, lambda: case.peer(peer))["fwd+bwd"]["ours"]()
 
     return {
@@ -400,7 +399,7 @@ def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Job
         for peer in peers.offered(*PEERS)
         for layer, units in peer_units(peer)
         if {*units} - {*measured}
-        for number in range(SLICES)
+        for number in range(peers.SLICES)
     }
 
 

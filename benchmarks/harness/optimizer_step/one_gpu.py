@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from .. import paths, peers
+from .. import compile_ahead, paths, peers
 from ..device import added_mb
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..package import Built
@@ -86,7 +86,7 @@ LISTED = (
 
 PEERS = ("dion", "nanochat")
 BESIDE_PEERS = LISTED[:2]  # those of README
-PEER_SECONDS = 150  # for a step of a peer, most of which it compiles
+PEER_SECONDS = 180  # for a step of a peer, most of which it compiles
 # Beside what a user gets: the step on torch's products, as on capability 8.0, which takes no others
 # for sides below 4096; and over DTensors of a mesh of one GPU.
 COMPARED = ("gpt2-124M", "llama-1B")
@@ -329,6 +329,23 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
         return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
+    """Steps of peers, each with a part of the configurations that the peer's kernels try."""
+
+    def job(model: Model, peer: peers.Peer, number: int) -> None:
+        case = StepCase(model, built)
+        with peers.slice_of_tuning(number):
+            case.call(case.peer(peer))(0)
+
+    return {
+        f"{model.case} {peer.name} {number}": functools.partial(job, model, peer, number)
+        for peer in peers.offered("dion")
+        for model in BESIDE_PEERS
+        if peers.unit(model.case, peer) not in measured
+        for number in range(peers.SLICES)
+    }
+
+
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row of the file, peers' last."""
     import torch
@@ -342,6 +359,8 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
             yield measure_shards(model, built)
             torch.cuda.empty_cache()
     progress.begin()
+    if not progress.is_over:
+        compile_ahead.run(__name__, built, progress.measured)
     for peer in peers.offered(*PEERS):
         for model in BESIDE_PEERS:
             if progress.begin(peers.unit(model.case, peer)):
