@@ -391,6 +391,14 @@ def _rows_of(
     return expert, known, first, end
 
 
+@triton.jit
+def _store_dots(total, at_other, at_dots, known, inside, mask):
+    """<row of total, row of other>; of sentinels other and the gate may hold anything."""
+    values = tl.load(at_other, mask=mask, other=0.0)
+    values = tl.where(mask, total, 0.0) * values.to(tl.float32)
+    tl.store(at_dots, tl.where(known, tl.sum(values, 1), 0.0), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=[
         *("row_blocks", "shift", "row_shift", "scale_rows"),
@@ -503,11 +511,8 @@ def _packed_product(  # noqa: PLR0913
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
     if DOTS:
         at_other = other + _source(rows, inside, slots, OTHER_FAN)[:, None] * other_row
-        values = tl.load(at_other + columns[None, :] * other_col, mask=mask, other=0.0)
-        values = tl.where(mask, total, 0.0) * values.to(tl.float32)
-        # Of sentinels other and the gate may hold anything.
-        products = tl.where(known, tl.sum(values, 1), 0.0)
-        tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
+        at_dots = dots + column_tile * total_rows + slot
+        _store_dots(total, at_other + columns[None, :] * other_col, at_dots, known, inside, mask)
     if STORES:
         if GATED:
             gate = tl.load(gates + slot, mask=inside & known, other=0.0)
