@@ -190,6 +190,36 @@ def test_from_a_record_without_a_copy(opt, options):
     assert not torch.equal(again.decode(), module.decode())
 
 
+def test_a_record_is_checked_again_when_it_is_another_one(opt, submodule, monkeypatch):
+    """What was checked once costs a layer nothing; another tensor, size or strategy is seen."""
+    packed = opt.moe.QuantizedExperts.from_weight(torch.randn(2, 64, 64))
+    kind, seen = submodule("kernels.quant.formats").Blockwise4Bit, []
+    check = kind.check
+    monkeypatch.setattr(kind, "check", lambda *given: [seen.append(1), check(*given)][1])
+    first = packed.quantized_weight()
+    seen.clear()
+    again = packed.quantized_weight()
+    assert not seen and vars(again) == vars(first)
+    other = packed.packed.detach() ^ 255
+    packed.packed.data = other
+    assert packed.quantized_weight().packed.data_ptr() == other.data_ptr()
+    state = {name: value.clone() for name, value in packed.state_dict().items()}
+    packed.load_state_dict(state, assign=True)
+    record = packed.quantized_weight()
+    assert record.packed is packed.packed and record.packed.data_ptr() == state["packed"].data_ptr()
+    packed.strategy, packed.transposed = "chunked", True
+    record = packed.quantized_weight()
+    assert (record.strategy, record.shape) == ("chunked", packed.shape) and record.transposed
+    packed.strategy = "quick"
+    with pytest.raises(ValueError, match="strategy must be one of"):
+        packed.quantized_weight()
+    packed.strategy = "auto"
+    packed.packed.data = packed.packed.data[1:]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="packed must be 4096 bytes"):
+            packed.quantized_weight()
+
+
 @pytest.mark.parametrize("packed", [("down_proj",), ("gate_up_proj", "down_proj")])
 @pytest.mark.parametrize("quant_type", ["nf4", "mxfp4", "fp8"])
 def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, quant_type):

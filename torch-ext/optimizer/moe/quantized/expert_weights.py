@@ -77,6 +77,13 @@ class QuantizedWeight:
         check_strategy(self.strategy)
         self.format.check(self.tensors, self.stored)
 
+    @classmethod
+    def unchecked(cls, **fields: Any) -> QuantizedWeight:
+        """A record whose like was checked before: on the path of every call of a layer."""
+        record = object.__new__(cls)
+        record.__dict__.update(fields)
+        return record
+
     @property
     def packed(self) -> Tensor:
         """The codes of the elements."""

@@ -39,6 +39,8 @@ class QuantizedExperts(nn.Module):
         ValueError: a shape or option that the format does not have.
     """
 
+    _checked: tuple = ()  # what `quantized_weight` looked at
+
     def __init__(
         self,
         shape: tuple[int, int, int],
@@ -180,9 +182,24 @@ class QuantizedExperts(nn.Module):
         return module
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The record that layers take."""
-        tensors = {name: getattr(self, name) for name in self._names}
-        record = QuantizedWeight(self.format, tensors, self.stored, self.transposed, self.strategy)
+        """The record that layers take, checked where it differs from the last one in that."""
+        own = self._parameters  # an attribute of a module is found several times as late
+        tensors = {
+            name: getattr(self, name) if (found := own.get(name)) is None else found
+            for name in self._names
+        }
+        others = {
+            "format": self.format,
+            "stored": self.stored,
+            "transposed": self.transposed,
+            "strategy": self.strategy,
+        }
+        seen = [(type(x), x.dtype, x.numel()) for x in tensors.values()]
+        if torch.compiler.is_compiling() or self._checked != (others, seen):
+            record = QuantizedWeight(tensors=tensors, **others)
+            self._checked = others, seen
+        else:
+            record = QuantizedWeight.unchecked(tensors=tensors, **others)
         return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
