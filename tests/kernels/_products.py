@@ -43,17 +43,6 @@ class Dense:
         return arguments
 
 
-def exact_dense(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
-    A, B, C = (None if arguments[name] is None else arguments[name].double() for name in "ABC")
-    value = arguments["alpha"] * (A @ B)
-    if C is not None:
-        value = value + arguments["beta"] * C
-    if arguments.get("scale") is not None:
-        value = value * arguments["scale"].double()[..., None, None]
-    assert torch.equal(value.float().double(), value)  # so the next line rounds once
-    return value.float().to(dtype)
-
-
 def run_dense(
     ops,
     A: torch.Tensor,  # (B, m, k)
@@ -114,18 +103,18 @@ class Problem:
 
 
 def exact(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
-    """The float64 result rounded once, computed the plain way on the operands' device.
-
-    `scale` in the arguments must hold powers of two.
-    """
-    A, C = arguments["A"].double(), arguments["C"]
-    B = A if arguments["B"] is None else arguments["B"].double()
-    value = arguments["alpha"] * (A @ B.mT)
+    """The float64 result of either kind rounded once; `scale` must hold powers of two."""
+    A, B, C = (None if arguments[name] is None else arguments[name].double() for name in "ABC")
+    if "diag" in arguments:
+        B = (A if B is None else B).mT
+    value = arguments["alpha"] * (A @ B)
     if C is not None:
-        value = value + arguments["beta"] * C.double()
+        value = value + arguments["beta"] * C
     if arguments.get("scale") is not None:
         value = value * arguments["scale"].double()[..., None, None]
-    value = value + arguments["diag"] * torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
+    if "diag" in arguments:
+        eye = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
+        value = value + arguments["diag"] * eye
     assert torch.equal(value.float().double(), value)  # so the next line rounds once
     return value.float().to(dtype)
 

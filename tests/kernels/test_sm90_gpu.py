@@ -17,7 +17,7 @@ import torch
 from .._compare import assert_same_bits
 from .._gpu import capture
 from ..conftest import module_fixture
-from ._products import Dense, Problem, exact, exact_dense, laid_out, run_dense
+from ._products import Dense, Problem, exact, laid_out, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -91,7 +91,7 @@ def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
         for k in DEPTHS:
             problem = Dense((2,), m, k, n, alpha=0.5, beta=2.0 * added, scaled=added)
             arguments = problem.operands(dtype, device, seed=m + n + k)
-            expected = exact_dense(arguments, dtype)
+            expected = exact(arguments, dtype)
             arguments["A"] = laid_out(arguments["A"], a)
             arguments["B"] = laid_out(arguments["B"], b)
             if added:
@@ -102,7 +102,7 @@ def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
 @pytest.mark.parametrize("tile", DENSE)
 def test_a_transposed_out_is_the_transposed_problem(dense, device, tile):
     arguments = Dense((3,), 200, 136, 72, beta=2.0).operands(torch.float16, device)
-    expected = exact_dense(arguments, torch.float16)
+    expected = exact(arguments, torch.float16)
     for name in "ABC":
         arguments[name] = laid_out(arguments[name], "transposed-padded")
     out = laid_out(torch.full_like(expected, torch.nan), "transposed-padded")
@@ -259,7 +259,7 @@ def test_dense_scalars_are_applied_before_the_rounding(ops, device, tile):
 @pytest.mark.parametrize("tile", DENSE_OR_AUTO)
 def test_dense_c_may_be_out_and_is_not_read_without_beta(ops, device, tile):
     arguments = Dense((2,), 136, 24, 72, beta=0.5).operands(torch.float16, device)
-    expected = exact_dense(arguments, torch.float16)
+    expected = exact(arguments, torch.float16)
     run_dense(ops, **arguments, out=arguments["C"], tile=tile)
     assert torch.equal(arguments["C"], expected)
     A = torch.ones(1, 8, 8, dtype=torch.float16, device=device)

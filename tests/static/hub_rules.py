@@ -274,17 +274,6 @@ def _has_one_config(call: ast.Call) -> bool:
     return isinstance(configs, ast.List | ast.Tuple) and len(configs.elts) == 1
 
 
-def syntax_findings(package: Path) -> list[str]:
-    """Syntax newer than Python 3.10, the oldest that the client supports."""
-    findings = []
-    for path in sorted(package.rglob("*.py")):
-        try:
-            ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
-        except SyntaxError as error:
-            findings.append(f"{place(path, package, error.lineno)}: {error.msg}")
-    return findings
-
-
 def benchmark_findings(folder: Path) -> list[str]:
     """Each benchmark*.py of the Hub's convention: a `Benchmark` subclass, and no sibling import."""
     paths = sorted(folder.glob("benchmark*.py"))
