@@ -103,7 +103,7 @@ def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> 
 
 def test_what_no_kernel_takes_is_said_once(opt, submodule, device, caplog) -> None:
     """A rate from a function that returns a Tensor, beside a decay by the lr before it."""
-    submodule("optimizers.update_rules")._say_once.cache_clear()
+    submodule("dispatch").say_once.cache_clear()
     (param,) = parameters([(6, 4)], device=device)
     lr = torch.tensor(0.02, device=device)
     optimizer = opt.Muon([param], lr=lr, adjust_lr_fn=lambda rate, rows, columns: rate * rows)

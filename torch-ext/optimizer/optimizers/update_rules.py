@@ -7,8 +7,6 @@ for what is no matrix: embeddings, heads, norms, biases.
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +15,16 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ..dispatch import say_once
 from ..kernels import StochasticRounding, apply_update
 from ..kernels import adamw as adamw_kernel
 from ..kernels import momentum as momentum_kernel
-from ..kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, written
-from ..reference import rounding as reference_rounding
-from ..reference import update as reference
+from ..kernels.step.apply_update import apply_one
+from ..kernels.step.tensor_lists import MAX_DIMS, as_list, shaped, written
 from .groups.options import LR_RULES, AdamWOptions, MuonOptions, is_zero
 from .groups.parameters import local
 from .plan import AdamWWork
 from .state.slots import RESIDUAL, Rounding, rounding_of
-
-logger = logging.getLogger(__name__)
 
 
 def momentum(
@@ -191,7 +187,11 @@ def apply_at_rate(
             rounding=noise,
         )
         return
-    _say_once()
+    say_once(
+        "the update runs its portable path, which is slow: adjust_lr_fn returns a Tensor and the "
+        "decay goes by the lr before it; the kernel takes the rules with names, functions that "
+        "return numbers, and shaped_decay=True"
+    )
     updates = as_list("updates", updates, params)
     if second_moments is not None:
         assert beta2 is not None
@@ -199,25 +199,7 @@ def apply_at_rate(
         evened = [torch.empty_like(u, dtype=m.dtype) for u, m in pairs]
         updates = even_out(evened, updates, second_moments, beta2)
     for k, (param, part) in enumerate(zip(params, updates, strict=True)):
-        random = None
-        if noise is not None and param.dtype in NARROW:
-            random = reference_rounding.random_bits(
-                param.shape,
-                seed=noise.seed,
-                step=noise.step,
-                parameter=noise.parameter[k],
-                offset=noise.offset[k],
-                device=param.device,
-            )
-        reference.apply_update(
-            param,
-            part,
-            lr=rate.lr,
-            decay=rate.decay,
-            cautious=cautious,
-            residual=None if residuals is None else residuals[k],
-            random=random,
-        )
+        apply_one(k, param, part, rate.lr, rate.decay, cautious, residuals, noise)
 
 
 def even_out(
@@ -242,15 +224,6 @@ def even_out(
         beta2=beta2,
     )
     return out
-
-
-@functools.cache
-def _say_once() -> None:
-    logger.warning(
-        "the update runs its portable path, which is slow: adjust_lr_fn returns a Tensor and the "
-        "decay goes by the lr before it; the kernel takes the rules with names, functions that "
-        "return numbers, and shaped_decay=True"
-    )
 
 
 def adamw(

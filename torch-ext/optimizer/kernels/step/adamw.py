@@ -60,26 +60,13 @@ def _check(params, grads, exp_avgs, exp_avg_sqs, steps, residuals, rounding) -> 
 
 
 def _reference(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    steps,
-    lr,
-    betas,
-    eps,
-    weight_decay,
-    residuals,
-    rounding,
+    params, grads, exp_avgs, exp_avg_sqs, steps, lr, betas, eps, weight_decay, residuals, rounding
 ) -> None:
-    state = zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
-    for k, (param, grad, exp_avg, exp_avg_sq, step) in enumerate(state):
+    entries = zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
+    for k, (param, *others) in enumerate(entries):
         reference.adamw(
             param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            step,
+            *others,
             lr=float32(lr, param.dtype),
             betas=betas,
             eps=eps,
@@ -137,35 +124,20 @@ def adamw(
             raise ValueError("params is empty, but another list is not")
         return
 
+    lists, rounded = (params, grads, exp_avgs, exp_avg_sqs, steps), (residuals, rounding)
+    numbers = {"lr": lr, "betas[0]": betas[0], "betas[1]": betas[1], "eps": eps}
+    numbers["weight_decay"] = weight_decay
+
+    def arguments() -> tuple:
+        device = params[0].device
+        scalars = (part for name in numbers for part in device_scalar(name, numbers[name], device))
+        kept = residual_arguments(residuals, params)
+        return (*lists, *scalars, kept, *rounding_arguments(rounding))
+
     call(
         "adamw",
-        (params, grads, exp_avgs),
-        lambda: (
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            *device_scalar("lr", lr, params[0].device),
-            *device_scalar("betas[0]", betas[0], params[0].device),
-            *device_scalar("betas[1]", betas[1], params[0].device),
-            *device_scalar("eps", eps, params[0].device),
-            *device_scalar("weight_decay", weight_decay, params[0].device),
-            residual_arguments(residuals, params),
-            *rounding_arguments(rounding),
-        ),
-        lambda: _check(params, grads, exp_avgs, exp_avg_sqs, steps, residuals, rounding),
-        lambda: _reference(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            residuals,
-            rounding,
-        ),
+        lists[:3],
+        arguments,
+        lambda: _check(*lists, *rounded),
+        lambda: _reference(*lists, lr, betas, eps, weight_decay, *rounded),
     )

@@ -108,16 +108,29 @@ def _reference(
         decay = (rate if shaped_decay else raw) * float32(weight_decay, param.dtype)
         if second_moments is not None:
             update = reference.variance_reduction(update, second_moments[k], beta2)
-        residual = residuals[k] if residuals is not None and param.dtype in NARROW else None
-        reference.apply_update(
-            param,
-            update,
-            lr=rate,
-            decay=decay,
-            cautious=cautious,
-            residual=residual,
-            random=_random(rounding, k, param),
-        )
+        apply_one(k, param, update, rate, decay, cautious, residuals, rounding)
+
+
+def apply_one(
+    k: int,
+    param: Tensor,
+    update: Tensor,
+    rate: float | Tensor,
+    decay: float | Tensor,
+    cautious: bool,
+    residuals: Sequence[Tensor | None] | None,
+    rounding: StochasticRounding | None,
+) -> None:
+    """The k-th parameter of a call by plain torch, at any rate and decay."""
+    reference.apply_update(
+        param,
+        update,
+        lr=rate,
+        decay=decay,
+        cautious=cautious,
+        residual=residuals[k] if residuals is not None and param.dtype in NARROW else None,
+        random=_random(rounding, k, param),
+    )
 
 
 def apply_update(
@@ -172,10 +185,11 @@ def apply_update(
         return
 
     listed, batch = ([], updates) if isinstance(updates, Tensor) else (updates, None)
+    rule = lr, factors, weight_decay, shaped_decay, cautious
+    rest = second_moments, beta2, residuals, rounding
 
     def check() -> None:
-        entries = as_list("updates", updates, params)
-        _check(params, entries, factors, second_moments, beta2, residuals, rounding)
+        _check(params, as_list("updates", updates, params), factors, *rest)
 
     if second_moments is not None and beta2 is None:
         check()
@@ -197,17 +211,5 @@ def apply_update(
             batch,
         ),
         check,
-        lambda: _reference(
-            params,
-            as_list("updates", updates, params),
-            lr,
-            factors,
-            weight_decay,
-            shaped_decay,
-            cautious,
-            second_moments,
-            beta2,
-            residuals,
-            rounding,
-        ),
+        lambda: _reference(params, as_list("updates", updates, params), *rule, *rest),
     )
