@@ -138,7 +138,7 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
     rows_of.combine_triton(new(total, hidden), gates, order.rows, order.offsets, top_k)
     wide = new(total, 2 * inner)
     rows_of.glu_triton(wide, "silu", False)
-    rows_of.glu_backward_triton(new(total, inner), wide, "silu", False)
+    rows_of.glu_triton(wide, "silu", False, new(total, inner))
 
 
 def expert_order(ids: torch.Tensor, experts: int, tile_rows: int) -> Any:

@@ -202,7 +202,7 @@ def test_wrong_options(module):
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-combining = module_fixture("kernels.experts.combine")
+over_rows = module_fixture("kernels.experts.rows")
 
 
 def problem(device, dtype, tokens=7, top_k=3, n=40, valid=17, seed=0):
@@ -230,28 +230,28 @@ def combined_by_hand(y, gates, rows, offsets, top_k):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("path", PATHS)
-def test_sums(combining, device, path, gated, dtype):
+def test_sums(over_rows, device, path, gated, dtype):
     y, gates, rows, offsets = problem(device, dtype)
     gates = gates if gated else None
-    actual = combining.combine(y, gates, rows, offsets, 3, backend=path)
+    actual = over_rows.combine(y, gates, rows, offsets, 3, backend=path)
     assert actual.dtype == dtype
     eps = 2 * torch.finfo(dtype).eps  # one rounding, or the interpreter's truncation
     assert_error_at_most(actual.cpu(), combined_by_hand(y, gates, rows, offsets, 3), eps)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_strides_and_repeats(combining, device, path):
+def test_strides_and_repeats(over_rows, device, path):
     y, gates, rows, offsets = problem(device, torch.float32)
-    expected = combining.combine(y, gates, rows, offsets, 3, backend=path)
+    expected = over_rows.combine(y, gates, rows, offsets, 3, backend=path)
     strided = torch.stack((y, y), 2)[..., 0]
-    again = combining.combine(strided, gates.T.contiguous().T, rows, offsets, 3, backend=path)
+    again = over_rows.combine(strided, gates.T.contiguous().T, rows, offsets, 3, backend=path)
     assert_same_bits(again, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_tokens(combining, device, path):
+def test_no_tokens(over_rows, device, path):
     y, gates, rows, offsets = problem(device, torch.float32, tokens=0, valid=0)
-    out = combining.combine(y, gates, rows, offsets, 3, backend=path)
+    out = over_rows.combine(y, gates, rows, offsets, 3, backend=path)
     assert out.shape == (0, 40)
 
 
@@ -263,30 +263,27 @@ def test_opcheck_of_combine(ops, device):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_columns(combining, device, path):
+def test_no_columns(over_rows, device, path):
     y, gates, rows, offsets = problem(device, torch.float32)
-    out = combining.combine(y[:, :0], gates, rows, offsets, 3, backend=path)
+    out = over_rows.combine(y[:, :0], gates, rows, offsets, 3, backend=path)
     assert out.shape == (len(gates), 0)
 
 
-def test_what_combine_refuses(combining, device):
+def test_what_combine_refuses(over_rows, device):
     y, gates, rows, offsets = problem(device, torch.float32)
     with pytest.raises(ValueError, match=r"gates must be \(T, k\)"):
-        combining.combine(y, gates[:-1], rows, offsets, 3)
+        over_rows.combine(y, gates[:-1], rows, offsets, 3)
     with pytest.raises(ValueError, match=r"y must be \(R, N\)"):
-        combining.combine(y[:-1], gates, rows, offsets, 3)
+        over_rows.combine(y[:-1], gates, rows, offsets, 3)
     with pytest.raises(ValueError, match="top_k must divide"):
-        combining.combine(y, None, rows, offsets, 4)
+        over_rows.combine(y, None, rows, offsets, 4)
     with pytest.raises(TypeError, match="rows must have dtype"):
-        combining.combine(y, gates, rows.int(), offsets, 3)
+        over_rows.combine(y, gates, rows.int(), offsets, 3)
     with pytest.raises(ValueError, match="must be on the device"):
-        combining.combine(y, gates.to("meta"), rows, offsets, 3)
+        over_rows.combine(y, gates.to("meta"), rows, offsets, 3)
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
-
-
-gating = module_fixture("kernels.experts.glu")
 
 
 def gated_by_hand(gate_up, activation, interleaved):
@@ -315,13 +312,13 @@ def gated_by_hand(gate_up, activation, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("path", PATHS)
-def test_value_and_gradient(gating, device, path, activation, interleaved, dtype):
+def test_value_and_gradient(over_rows, device, path, activation, interleaved, dtype):
     """Clamps are met (values to 12); float32 may lose digits where exp or erf are approximate."""
     generator = torch.Generator().manual_seed(0)
     drawn = (4 * torch.randn(5, 26, generator=generator)).to(device, dtype)
     leaf, exact = drawn.clone().requires_grad_(), drawn.double().requires_grad_()
     grad = torch.randn(5, 13, generator=generator).to(device, dtype)
-    actual = gating.glu(leaf, activation, interleaved=interleaved, backend=path)
+    actual = over_rows.glu(leaf, activation, interleaved=interleaved, backend=path)
     expected = gated_by_hand(exact, activation, interleaved)
     assert actual.dtype == dtype
     budget = 2 * torch.finfo(dtype).eps
@@ -333,17 +330,17 @@ def test_value_and_gradient(gating, device, path, activation, interleaved, dtype
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_strided_and_empty(gating, device, path):
+def test_strided_and_empty(over_rows, device, path):
     drawn = torch.randn(6, 8, device=device)
-    expected = gating.glu(drawn, backend=path)
+    expected = over_rows.glu(drawn, backend=path)
     strided = torch.stack((drawn, drawn), 2)[..., 0]
-    assert_same_bits(gating.glu(strided, backend=path), expected)
-    assert gating.glu(drawn[:0], backend=path).shape == (0, 4)
+    assert_same_bits(over_rows.glu(strided, backend=path), expected)
+    assert over_rows.glu(drawn[:0], backend=path).shape == (0, 4)
 
 
-def test_backward_twice_is_right_and_second_order_raises(gating, device):
+def test_backward_twice_is_right_and_second_order_raises(over_rows, device):
     leaf = torch.randn(3, 8, device=device, requires_grad=True)
-    y = gating.glu(leaf).sum()
+    y = over_rows.glu(leaf).sum()
     (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(y, leaf, create_graph=True)
     assert_same_bits(first, second)
@@ -362,10 +359,10 @@ def test_opcheck_glu(ops, device):
     torch.library.opcheck(ops.glu.default, (leaf, "silu", False, "reference"))
 
 
-def test_wrong_arguments_glu(gating):
+def test_wrong_arguments_glu(over_rows):
     with pytest.raises(ValueError, match=r"gate_up must be \(M, 2I\)"):
-        gating.glu(torch.ones(2, 5))
+        over_rows.glu(torch.ones(2, 5))
     with pytest.raises(ValueError, match="activation must be one of"):
-        gating.glu(torch.ones(2, 4), "swish")
+        over_rows.glu(torch.ones(2, 4), "swish")
     with pytest.raises(TypeError, match="gate_up must have dtype"):
-        gating.glu(torch.ones(2, 4, dtype=torch.int64))
+        over_rows.glu(torch.ones(2, 4, dtype=torch.int64))

@@ -1,8 +1,6 @@
 """Tensors in, tensors out: one file per op, no state, no parameter groups, no model names."""
 
-from .experts.combine import combine
 from .experts.expert_sort import expert_sort
-from .experts.glu import glu
 from .experts.grouped_lora import (
     grouped_lora_dab,
     grouped_lora_dw,
@@ -10,6 +8,7 @@ from .experts.grouped_lora import (
     grouped_lora_forward,
     grouped_lora_linear,
 )
+from .experts.rows import combine, glu
 from .products.symmetric_matmul import symmetric_matmul
 from .quant.formats.fp8 import fp8_dequant, fp8_quantize
 from .quant.formats.mxfp4 import mxfp4_dequant, mxfp4_quantize

@@ -7,8 +7,8 @@ and the shared experts.
 """
 
 from ..kernels.experts.expert_sort import ExpertOrder, expert_sort
-from ..kernels.experts.glu import glu
 from ..kernels.experts.grouped_lora import LoraFactors
+from ..kernels.experts.rows import glu
 from .block import MoEBlock, SharedExperts
 from .experts import Experts, experts_forward
 from .grouped_linear import grouped_lora_linear

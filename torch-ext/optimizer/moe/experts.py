@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from ..kernels.checks import check_dense
 from ..kernels.experts.expert_sort import expert_sort
-from ..kernels.experts.glu import glu
 from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
+from ..kernels.experts.rows import glu
 from ..reference.glu import ELEMENTWISE
 from .eager_layer import eager_layer
 from .grouped_linear import expert_linear, gated_lora_linear

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.experts.glu import ACTIVATIONS
 from ..kernels.experts.grouped_lora import ExpertWeights, GatedLayer, LoraFactors
+from ..kernels.experts.rows import ACTIVATIONS
 from ..reference.glu import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
 # Classes of activation functions, of torch and of transformers' table, that have a name with us.

@@ -25,8 +25,8 @@ from ..autocast import without_autocast
 from ..checks import gradient_like, on_device_of, refuse_forward_mode
 from ..launch.launch_plan import replayed
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
-from .glu import ACTIVATIONS
 from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights, GatedLayer
+from .rows import ACTIVATIONS
 
 
 def fuses(

@@ -35,20 +35,18 @@ from .gated_triton import _gated_backward, _gated_forward
 from .grouped_launch_triton import (
     RowSum,
     arch,
-    as_early,
     column_pieces,
     expert_products,
-    first_programs,
     grouped_lora_dw_triton,
     grouped_product,
     is_scattered,
     low_rank,
     overlaps,
     packed,
+    product_options,
     reorder,
     sum_parts,
     tile_of,
-    widens,
 )
 from .grouped_lora import ExpertWeights, GatedLayer
 from .rows_triton import KINDS, combine_triton
@@ -153,24 +151,12 @@ def gated_forward(
             *((0, 0) if bias is None else bias.stride()),
             FAN=fan,
             LORA=here is not None,
-            AHEAD=config.ahead(rank),
             BIAS=bias is not None,
             KEEPS=keeps,
             INTERLEAVED=interleaved,
             KIND=KINDS[activation],
-            WIDEN=widens(x),
-            EVEN_K=k % tile.depth == 0,
-            EVEN_N=n % tile.columns == 0,
-            EARLY=first_programs(tile, x) if early else 0,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth,
-            BLOCK_R=config.block_rank(max(rank, 1)),
-            GROUP=config.GROUP,
             NEXT=signals,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **as_early(early),
+            **product_options(x, tile, k, n, rank, early=early),
         )
         del here  # before the next one is packed
     return wide, h
@@ -245,25 +231,13 @@ def gated_backward(
         *((0, 0, 0) if factor is None else factor.stride()),
         FAN=fan,
         LORA=factor is not None,
-        AHEAD=config.ahead(rank),
         STORES=wants_wide,
         KEEPS=wants_h,
         DOTS=wants_dots,
         INTERLEAVED=interleaved,
         KIND=KINDS[activation],
-        WIDEN=widens(dy),
-        EVEN_K=k % tile.depth == 0,
-        EVEN_N=width % tile.columns == 0,
-        EARLY=first_programs(tile, dy) if early else 0,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
-        BLOCK_R=config.block_rank(max(rank, 1)),
         PIECE=config.piece(tile),
-        GROUP=config.GROUP,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **as_early(early),
+        **product_options(dy, tile, k, width, rank, early=early),
         **config.registers(tile, dy.element_size(), arch(dy.device)),
     )
 
@@ -328,25 +302,22 @@ def gradient_of_inputs(
 
 @contextlib.contextmanager
 def packing(
-    factors: Sequence[Tensor | None],  # (E, r, N)
+    factor: Tensor | None,  # (E, r, N)
     order: ExpertOrder,
     x: Tensor,
-) -> Iterator[list[Tensor | None]]:
-    """Yields the factors, those whose elements lie apart copied beside what is launched inside.
+) -> Iterator[Tensor | None]:
+    """Yields the factor, copied beside what is launched inside where its elements lie apart.
 
-    Only if the copies take no more than the rows of y, or of dx, will take after them.
+    Only if the copy takes no more than the rows of y, or of dx, will take after it.
     """
-    found = list(factors)
-    if copied(factors, x) <= room_for_gradients(order, x):
-        found = [room_to_pack(factor, x) for factor in factors]
-    apart = [(f, target) for f, target in zip(factors, found, strict=True) if target is not f]
-    if not apart:
-        yield found
+    fits = copied((factor,), x) <= room_for_gradients(order, x)
+    found = room_to_pack(factor, x) if fits else factor
+    if found is factor:
+        yield factor
         return
     with beside(x) as streams:
         with streams.there():
-            for factor, target in apart:
-                reorder(factor, target)
+            reorder(factor, found)
         yield found
 
 
@@ -481,7 +452,7 @@ def _backward_in_turn(
     top_k = order.top_k
     yb2 = grad.new_empty((order.slots.shape[0], second.rank))
     factor1 = None if first.b is None or not (wants.x or wants.a1) else first.b.mT
-    with packing((factor1,), order, x) as (factor1,):
+    with packing(factor1, order, x) as factor1:
         if second.lora is not None:
             low_rank(grad, second.b.mT, order, yb2, scaling=second.scaling, fan=top_k)
     through = wants.x or wants.w1 or wants.a1 or wants.b1 or wants.bias1

@@ -40,8 +40,8 @@ from ...dispatch import TRITON_PATHS
 from ...reference import moe as reference
 from ..autocast import without_autocast
 from ..checks import gradient_like, on_device_of, refuse_forward_mode
-from .combine import combine_rows
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
+from .rows import combine_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class GatedLayer:
         second: Weight (E, I, H), likewise.
         order: Of `expert_sort`.
         gates: (T, k).
-        activation: One of `kernels.experts.glu.ACTIVATIONS`.
+        activation: One of `kernels.experts.rows.ACTIVATIONS`.
         interleaved: Gate and up columns alternate; else all gates come first.
     """
 
@@ -168,27 +168,15 @@ _forward.register_fake(_fake_forward)
 
 
 def grouped_lora_forward(
-    x: Tensor,
+    x: Tensor,  # (T, K) or (R, K), any strides
     weights: ExpertWeights,
     order: ExpertOrder,
     *,
-    fan: int,
-    grouped_out: bool,
+    fan: int,  # where row i lies in x
+    grouped_out: bool,  # y in expert order instead of slot order
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Products of every expert's rows.
-
-    Args:
-        x: (T, K) or (R, K), any strides.
-        weights: Of the projection.
-        order: Of `expert_sort`.
-        fan: Where row i lies in x.
-        grouped_out: Write y in expert order instead of slot order.
-        path: As in the table.
-
-    Returns:
-        y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.
-    """
+    """y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled."""
     operands = (*weights.operands(), *order.operands())
     return ops.grouped_lora_forward(x, *operands, fan, grouped_out, path)
 
@@ -226,31 +214,19 @@ _dx.register_fake(_fake_dx)
 
 
 def grouped_lora_dx(
-    dy: Tensor,
-    weights: ExpertWeights,
+    dy: Tensor,  # (R, N) or (T, N), any strides
+    weights: ExpertWeights,  # the bias is read for the gradient of the gates only
     order: ExpertOrder,
-    gates: Tensor | None,
-    x: Tensor | None,
+    gates: Tensor | None,  # (T, k): scales the rows of dx
+    x: Tensor | None,  # (T, K) or (R, K): given, the gradient of the gates is computed
     *,
-    dy_fan: int,
-    x_fan: int,
-    grouped_out: bool,
-    wants_dx: bool,
+    dy_fan: int,  # where row i lies in dy
+    x_fan: int,  # and in x
+    grouped_out: bool,  # dx in expert order instead of slot order
+    wants_dx: bool,  # yb and dgates may be needed without it
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient rows of the input.
-
-    Args:
-        dy: (R, N) or (T, N), any strides.
-        weights: Of the projection; the bias is read for the gradient of the gates only.
-        order: Of `expert_sort`.
-        gates: (T, k) or None; scales the rows of dx.
-        x: (T, K) or (R, K); given, the gradient of the gates is computed.
-        dy_fan: Where row i lies in dy.
-        x_fan: Where row i lies in x.
-        grouped_out: Write dx in expert order instead of slot order.
-        wants_dx: Whether dx is needed; yb and dgates may be without it.
-        path: As in the table.
 
     Returns:
         dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;
@@ -291,39 +267,21 @@ _dab.register_fake(_fake_dab)
 
 
 def grouped_lora_dab(
-    x: Tensor,
-    dy: Tensor,
-    xa: Tensor,
-    yb: Tensor,
-    lora: LoraFactors,
+    x: Tensor,  # (T, K) or (R, K), any strides
+    dy: Tensor,  # (R, N) or (T, N), any strides
+    xa: Tensor,  # (R, r) in expert order, scaled; read for db
+    yb: Tensor,  # the same, read for da
+    lora: LoraFactors,  # shapes, dtypes and strides of da (E, r, K) and db (E, N, r)
     order: ExpertOrder,
-    gates: Tensor | None,
+    gates: Tensor | None,  # (T, k)
     *,
-    x_fan: int,
-    dy_fan: int,
+    x_fan: int,  # where row i lies in x
+    dy_fan: int,  # and in dy
     wants_a: bool,
     wants_b: bool,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the LoRA factors of every expert, from what was kept.
-
-    Args:
-        x: (T, K) or (R, K), any strides.
-        dy: (R, N) or (T, N), any strides.
-        xa: (R, r) in expert order, scaled; read for db.
-        yb: (R, r) in expert order, scaled; read for da.
-        lora: Shapes, dtypes and strides of da (E, r, K) and db (E, N, r).
-        order: Of `expert_sort`.
-        gates: (T, k) or None.
-        x_fan: Where row i lies in x.
-        dy_fan: Where row i lies in dy.
-        wants_a: Whether da is needed.
-        wants_b: Whether db is needed.
-        path: As in the table.
-
-    Returns:
-        da and db; (0,) for one that is not wanted.
-    """
+    """da and db of every expert, from what was kept; (0,) for one that is not wanted."""
     operands = (x, dy, xa, yb, lora.a, lora.b, *order.operands(), gates)
     return ops.grouped_lora_dab(*operands, x_fan, dy_fan, wants_a, wants_b, path)
 
@@ -363,37 +321,20 @@ _dw.register_fake(_fake_dw)
 
 
 def grouped_lora_dw(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Tensor,  # (T, K) or (R, K), any strides
+    dy: Tensor,  # (R, N) or (T, N), any strides
+    weight: Tensor,  # (E, K, N): shape, dtype and strides of dw
+    bias: Tensor | None,  # (E, N): those of dbias
     order: ExpertOrder,
-    gates: Tensor | None,
+    gates: Tensor | None,  # (T, k)
     *,
-    x_fan: int,
-    dy_fan: int,
+    x_fan: int,  # where row i lies in x
+    dy_fan: int,  # and in dy
     wants_weight: bool,
     wants_bias: bool,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of W and b.
-
-    Args:
-        x: (T, K) or (R, K), any strides.
-        dy: (R, N) or (T, N), any strides.
-        weight: (E, K, N): shape, dtype and strides of dw.
-        bias: (E, N): shape, dtype and strides of dbias; or None.
-        order: Of `expert_sort`.
-        gates: (T, k) or None.
-        x_fan: Where row i lies in x.
-        dy_fan: Where row i lies in dy.
-        wants_weight: Whether dw is needed.
-        wants_bias: Whether dbias is needed.
-        path: As in the table.
-
-    Returns:
-        dw and dbias; (0,) for one that is not wanted.
-    """
+    """dw and dbias; (0,) for one that is not wanted."""
     operands = (x, dy, weight, bias, *order.operands(), gates)
     return ops.grouped_lora_dw(*operands, x_fan, dy_fan, wants_weight, wants_bias, path)
 
@@ -461,34 +402,20 @@ _linear.register_autograd(_backward, setup_context=_save)
 
 
 def gradients_of_linear(
-    dy: Tensor,
-    x: Tensor | None,
-    xa: Tensor | None,
+    dy: Tensor,  # of the result of `grouped_lora_linear`
+    x: Tensor | None,  # None where no needed gradient reads it
+    xa: Tensor | None,  # of the forward, likewise
     weights: ExpertWeights,
     order: ExpertOrder,
-    gates: Tensor | None,
-    needs: Sequence[bool],
+    gates: Tensor | None,  # (T, k)
+    needs: Sequence[bool],  # of x, weight, lora_a, lora_b, bias and gates
     *,
-    x_fan: int,
-    grouped_out: bool,
+    x_fan: int,  # where row i lies in x
+    grouped_out: bool,  # of the forward
     path: str,
     input_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = grouped_lora_dx,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, lora_a, lora_b, bias and gates: those that are needed, else None.
-
-    Args:
-        dy: Of the result of `grouped_lora_linear`.
-        x: None where no needed gradient reads it.
-        xa: Of the forward, likewise.
-        weights: Of the projection.
-        order: Of `expert_sort`.
-        gates: (T, k) or None.
-        needs: For each of the six whether its gradient is needed.
-        x_fan: Where row i lies in x.
-        grouped_out: Of the forward.
-        path: Of the ops.
-        input_gradients: `grouped_lora_dx`, or what stands for it over other weights.
-    """
+    """The gradients that are needed, else None; another `input_gradients` is of other weights."""
     needs_x, needs_weight, needs_a, needs_b, needs_bias, needs_gates = needs
     dy_fan = order.top_k if gates is not None else 0 if grouped_out else 1
     dx = yb = dgates = da = db = dw = dbias = None
@@ -525,29 +452,16 @@ def gradients_of_linear(
 
 
 def grouped_lora_linear(
-    x: Tensor,
+    x: Tensor,  # (T, K) in token order, or (R, K) in expert order with `grouped_in`
     weights: ExpertWeights,
     order: ExpertOrder,
-    gates: Tensor | None,
+    gates: Tensor | None,  # (T, k)
     *,
     grouped_in: bool,
     grouped_out: bool,
     path: str,
 ) -> Tensor:
-    """The differentiable product.
-
-    Args:
-        x: (T, K) in token order, or (R, K) in expert order with `grouped_in`.
-        weights: Of the projection.
-        order: Of `expert_sort`.
-        gates: (T, k) or None.
-        grouped_in: x is in expert order.
-        grouped_out: Leave the result in expert order.
-        path: "triton" or "reference".
-
-    Returns:
-        (T, N) with gates; else (R, N) in slot order, or in expert order with `grouped_out`.
-    """
+    """(T, N) with gates; else (R, N) in slot order, or in expert order with `grouped_out`."""
     *tensors, scaling = weights.operands()
     refuse_forward_mode("grouped_lora_linear", x, *tensors, gates)
     operands = (*tensors, scaling, *order.operands(), gates)

@@ -327,10 +327,12 @@ def _glu(
         tl.store(out + row * width + columns, result, mask=mask)
 
 
-def _launch_glu(
-    gate_up: Tensor, grad: Tensor | None, out: Tensor, activation: str, interleaved: bool
+def glu_triton(
+    gate_up: Tensor, activation: str, interleaved: bool, grad: Tensor | None = None
 ) -> Tensor:
+    """The result (M, I), or with `grad` of it the gradient of gate_up (M, 2I)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width) if grad is None else gate_up.shape)
     if rows == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(width))
@@ -347,17 +349,3 @@ def _launch_glu(
         BLOCK=block,
     )
     return out
-
-
-def glu_triton(gate_up: Tensor, activation: str, interleaved: bool) -> Tensor:
-    """Launch the forward kernel; arguments as in `kernels.experts.glu`."""
-    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    return _launch_glu(gate_up, None, out, activation, interleaved)
-
-
-def glu_backward_triton(
-    grad: Tensor, gate_up: Tensor, activation: str, interleaved: bool
-) -> Tensor:
-    """Launch the backward kernel: the gradient of gate_up (M, 2I)."""
-    out = gate_up.new_empty(gate_up.shape)
-    return _launch_glu(gate_up, grad, out, activation, interleaved)

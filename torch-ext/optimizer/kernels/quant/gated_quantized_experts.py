@@ -25,8 +25,8 @@ from ..._ops import add_op_namespace_prefix, ops
 from ...dispatch import TRITON_PATHS
 from ..checks import gradient_like, on_device_of
 from ..experts.expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
-from ..experts.glu import ACTIVATIONS
 from ..experts.grouped_lora import ExpertWeights, GatedLayer
+from ..experts.rows import ACTIVATIONS
 from ..launch.launch_plan import replayed
 from .formats import Format, Stack, shape_of
 from .grouped_lora_quantized import QUANTIZED, QUANTIZED_LENGTH, opened_weights, quantized_operands

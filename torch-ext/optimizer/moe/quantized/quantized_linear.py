@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels.autocast import without_autocast
-from ...kernels.experts.combine import combine_rows
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import ExpertWeights, GatedLayer, gradients_of_linear
+from ...kernels.experts.rows import combine_rows
 from ...kernels.quant.codec import DTYPES
 from ...kernels.quant.gated_quantized_experts import (
     gated_quantized_experts,
