@@ -184,22 +184,21 @@ class QuantizedExperts(nn.Module):
     def quantized_weight(self) -> QuantizedWeight:
         """The record that layers take, checked where it differs from the last one in that."""
         own = self._parameters  # an attribute of a module is found several times as late
-        tensors = {
-            name: getattr(self, name) if (found := own.get(name)) is None else found
-            for name in self._names
-        }
+        tensors = {name: own[name] if name in own else getattr(self, name) for name in self._names}
         others = {
             "format": self.format,
             "stored": self.stored,
             "transposed": self.transposed,
             "strategy": self.strategy,
         }
-        seen = [(type(x), x.dtype, x.numel()) for x in tensors.values()]
-        if torch.compiler.is_compiling() or self._checked != (others, seen):
-            record = QuantizedWeight(tensors=tensors, **others)
-            self._checked = others, seen
-        else:
+        compiles = torch.compiler.is_compiling()  # which nothing may be written under
+        seen = others, [(type(x), x.dtype, x.numel()) for x in tensors.values()]
+        if not compiles and self._checked == seen:
             record = QuantizedWeight.unchecked(tensors=tensors, **others)
+        else:
+            record = QuantizedWeight(tensors=tensors, **others)
+            if not compiles:
+                self._checked = seen
         return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
