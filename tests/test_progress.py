@@ -418,25 +418,22 @@ def test_what_a_checkout_lacks_is_said_once(harness, checkouts, capsys) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["ref", "packed", "detached", "worktree"])
-def test_a_commit_is_read_from_git(harness, tmp_path, kind) -> None:
-    git = tmp_path / ("store" if kind == "worktree" else ".git")
-    (git / "refs/heads").mkdir(parents=True)
-    (git / "HEAD").write_text(f"{COMMIT}\n" if kind == "detached" else "ref: refs/heads/main\n")
-    if kind == "worktree":
-        (tmp_path / ".git").write_text("gitdir: store\n")
-    if kind == "packed":
-        (git / "packed-refs").write_text(f"# pack-refs\n{COMMIT} refs/heads/main\n")
-    elif kind != "detached":
-        (git / "refs/heads/main").write_text(f"{COMMIT}\n")
-    assert harness.peers.commit_of(tmp_path) == COMMIT
+def test_a_commit_is_read_from_git(harness, tmp_path) -> None:
+    """Of the checkout's own repository, not of one around it."""
 
+    def git(*arguments: str) -> str:
+        named = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *named, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-def test_a_branch_without_a_commit_is_said(harness, tmp_path) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git/HEAD").write_text("ref: refs/heads/main\n")
-    with pytest.raises(harness.peers.MissingError, match="no commit at refs/heads/main"):
+    git("init", "-q")
+    with pytest.raises(harness.peers.MissingError, match=r"neither \.git nor a file COMMIT"):
         harness.peers.commit_of(tmp_path)
+    git("commit", "-q", "--allow-empty", "-m", "a")
+    assert harness.peers.commit_of(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(harness.peers.MissingError, match="inner has neither"):
+        harness.peers.commit_of(tmp_path / "inner")
 
 
 def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from .device import added_mb, copy_call
 from .package import Built
@@ -28,36 +28,12 @@ MU, LR, DECAY, BETAS, EPS = 0.95, 1e-3, 0.1, (0.9, 0.95), 1e-8
 MOST = 5 * 10**8  # elements of a random group: 14 GB for adamw
 
 
-class Problem(Protocol):
-    """What is to be done, without a tensor."""
-
-    @property
-    def case(self) -> str: ...
-
-    @property
-    def bytes_moved(self) -> int: ...
-
-
-class Case(Protocol):
-    """Inputs on the device, `sets` of them, ours and the baseline over each."""
-
-    baseline_name: str
-    sets: list[Any]
-
-    def __init__(self, problem: Any, built: Built, sets: int) -> None: ...
-
-    def ours(self, number: int) -> Any: ...
-
-    def baseline(self, number: int) -> Any: ...
-
-    def compare(self) -> tuple[bool, float, float]: ...
-
-
-def measure(problem: Problem, built: Built, kind: type[Case]) -> tuple[Row, str]:
+def measure(problem: Dequant | Group, built: Built) -> tuple[Row, str]:
     """The row of one problem and its printed line."""
     import torch
 
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    kind = DequantCase if isinstance(problem, Dequant) else GroupCase
     case = kind(problem, built, min(cold_sets(problem.bytes_moved, l2), MOST_SETS))
     same, error, error_baseline = case.compare()
     if not same:
@@ -465,8 +441,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     for problem in (*dequants, *groups):
         if not progress.begin(problem.case):
             continue
-        kind = DequantCase if isinstance(problem, Dequant) else GroupCase
-        yield measure(problem, built, kind)
+        yield measure(problem, built)
         torch.cuda.empty_cache()
 
 

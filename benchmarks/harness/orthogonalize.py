@@ -49,8 +49,8 @@ PEERS = ("gram-newton-schulz",)
 BESIDE_PEERS = ("real/8x2048x2048", "real/12x3072x768", "1x4096x4096/heavy", "24x1024x4096/heavy")
 PEER_SECONDS = 60  # for a case of a peer, most of which it compiles
 # Sides in SHAPES at which capability 8.0 gets products by halves, which stay if they are so much
-# faster than torch's; and the largest one of square_chain.
-MMA_SYNC_SIDES, OVER_TORCH, LARGEST_CHAIN = (4096, 8192), 1.15, 1024
+# faster than torch's.
+MMA_SYNC_SIDES, OVER_TORCH = (4096, 8192), 1.15
 OF_TRAFFIC = 1.5  # DRAM bytes over the least
 BASELINE = "torch.compile of 5-step Polar Express in bfloat16"
 HEADING = (
@@ -108,9 +108,7 @@ class Problem:
         side = min(self.m, self.n)
         if self.name not in SHAPES or self.label or self.width or self.dtype != "float32":
             return ()
-        found = [paths.TORCH, paths.TWO_READING]
-        found += [paths.MMA_SYNC] if side in MMA_SYNC_SIDES else []
-        return (*found, *([paths.PRODUCT_WISE] if side <= LARGEST_CHAIN else []))
+        return paths.TORCH, *([paths.MMA_SYNC] if side in MMA_SYNC_SIDES else ())
 
     @property
     def bytes_moved(self) -> int:
@@ -571,34 +569,22 @@ def summary(measured: Sequence[Row]) -> str:
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
     text += f", {missing} of {len(heavy)} missing" if missing else ""
     said_of = {
-        "mma.sync products over torch's, by the clock": (paths.TORCH, [paths.MMA_SYNC], "wall_ms"),
-        "what Hopper's products gain over torch's, device": (paths.TORCH, ["auto"], "ms"),
-        "what square_chain in upper storage gains, device": (paths.PRODUCT_WISE, ["auto"], "ms"),
-        # Product by product on both sides: whatever else differs is the host's.
-        "what reading once to normalize gains, device": (
-            paths.TWO_READING,
-            ["auto", paths.PRODUCT_WISE],
-            "ms",
-        ),
+        "mma.sync products over torch's, by the clock": (paths.MMA_SYNC, "wall_ms"),
+        "what Hopper's products gain over torch's, device": ("auto", "ms"),
     }
-    for words, (slow, fast, key) in said_of.items():
-        ratios = compared(measured, slow, fast, key)
+    for words, (fast, key) in said_of.items():
+        times = {row.case: getattr(row, key) for row in of_path(measured, fast)}
+        both = [row for row in of_path(measured, paths.TORCH) if times.get(row.case)]
+        ratios = {row.case.split("/")[0]: getattr(row, key) / times[row.case] for row in both}
         if ratios:
-            each = ", ".join(f"{case.split('/')[0]} {ratio:.3f}" for case, ratio in ratios.items())
+            each = ", ".join(f"{case} {ratio:.3f}" for case, ratio in ratios.items())
             text += f"\n{words}: {geomean(list(ratios.values())):.3f} ({each})"
     return text
 
 
 def of_path(measured: Sequence[Row], path: str) -> list[Row]:
-    """The rows of a path."""
-    return [row for row in measured if row.variant == path]
-
-
-def compared(measured: Sequence[Row], slow: str, fast: Sequence[str], key: str) -> dict[str, float]:
-    """Case -> how many times faster the last of the paths `fast` that it has is than `slow`."""
-    times = {r.case: getattr(r, key) for path in fast for r in of_path(measured, path) if r.ok}
-    both = [row for row in of_path(measured, slow) if row.ok and row.case in times]
-    return {row.case: getattr(row, key) / times[row.case] for row in both}
+    """The right rows of a path."""
+    return [row for row in measured if row.variant == path and row.ok]
 
 
 def least_bytes(problem: Problem) -> int:

@@ -3,12 +3,9 @@
 No public argument asks for them, so functions of the package are replaced while they are measured.
 Compiled once, torch.compile and CUDA graphs keep what they were captured with.
 
-"mma.sync"      what capability 8.0 gets: no wgmma, and products by halves in sm_80's instructions
-                where the package takes them, else torch's
-"torch"         the same with torch's dense products everywhere
-"product-wise"  no square_chain: a launch and full storage for every square
-"two-reading"   normalize by a norm and a multiplication of torch, which read x twice; then as
-                product-wise, op by op
+"mma.sync"  what capability 8.0 gets: no wgmma, and products by halves in sm_80's instructions
+            where the package takes them, else torch's
+"torch"     the same with torch's dense products everywhere
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 from .package import module
 
-MMA_SYNC, TORCH, PRODUCT_WISE, TWO_READING = "mma.sync", "torch", "product-wise", "two-reading"
+MMA_SYNC, TORCH = "mma.sync", "torch"
 MMA_SYNC_TILE = "128x128"  # of a side of 4096 or more, where these products are taken
 
 
@@ -76,32 +73,4 @@ def _torch(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
     return {f"orthogonalize.products.{name}": _no for name in names}, {}
 
 
-def _product_wise(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
-    return {"orthogonalize.products.chain_serves": _no}, {}
-
-
-def _two_reading(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
-    """Without `gram_polynomial_slice`, whose kernels without square_chain are the same."""
-
-    def normalized(pieces, shape, dtype, prefactor):
-        import torch
-
-        x = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-        if x.shape != (shape.held(pieces), *shape.sides):
-            raise ValueError(f"{tuple(x.shape)} would have to be filled up to {shape.sides}")
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-        return torch.mul(x, (prefactor * norm).reciprocal(), out=torch.empty_like(x, dtype=dtype))
-
-    functions = {
-        "orthogonalize.slices.normalized": normalized,
-        "orthogonalize.gram_polynomial._runs_compiled": _no,
-    }
-    return functions, {}
-
-
-_PATHS = {
-    MMA_SYNC: _mma_sync,
-    TORCH: _torch,
-    PRODUCT_WISE: _product_wise,
-    TWO_READING: _two_reading,
-}
+_PATHS = {MMA_SYNC: _mma_sync, TORCH: _torch}

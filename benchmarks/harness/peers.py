@@ -14,14 +14,15 @@ axolotl (axolotl-ai-cloud/axolotl)        moe_lora
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -93,7 +94,7 @@ def rows(
     yield from ((replace(row, peer_commit=peer.commit), text) for row, text in measured)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in here after so long: whatever a peer compiles, ours go on."""
 
@@ -143,7 +144,7 @@ def found(name: str) -> Peer:
 
 
 def commit_of(checkout: Path) -> str:
-    """The 40 digits of a checkout's commit, from its .git or, without one, its file COMMIT.
+    """The 40 digits of a checkout's commit, from its file COMMIT or, without one, from git.
 
     Raises:
         MissingError: neither names a commit.
@@ -151,24 +152,13 @@ def commit_of(checkout: Path) -> str:
     named = checkout / "COMMIT"
     if named.is_file():
         return named.read_text().strip()
-    git = checkout / ".git"
-    if git.is_file():  # of a worktree or a submodule: "gitdir: <folder>"
-        git = checkout / git.read_text().removeprefix("gitdir:").strip()
-    if not (git / "HEAD").is_file():
-        raise MissingError(f"{checkout} has neither .git nor a file COMMIT with its commit")
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return head
-    ref = head.removeprefix("ref:").strip()
-    common = git / (git / "commondir").read_text().strip() if (git / "commondir").is_file() else git
-    for place in (git / ref, common / ref):
-        if place.is_file():
-            return place.read_text().strip()
-    packed = common / "packed-refs"
-    for line in packed.read_text().splitlines() if packed.is_file() else ():
-        if line.endswith(f" {ref}"):
-            return line.split()[0]
-    raise MissingError(f"{checkout} has no commit at {ref}")
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    if (checkout / ".git").exists():  # else it would be that of a repository around it
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.strip()
+    raise MissingError(f"{checkout} has neither .git nor a file COMMIT with its commit")
 
 
 @functools.cache
@@ -266,7 +256,7 @@ def _axolotl_kernels() -> ModuleType:
         return importlib.import_module(AXOLOTL_KERNELS)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _tuning_kept() -> Iterator[None]:
     """For the import of a peer: Triton keeps what its autotuners find, each in a short time."""
     cached, before = "TRITON_CACHE_AUTOTUNING", os.environ.get("TRITON_CACHE_AUTOTUNING")
@@ -295,7 +285,7 @@ def _tuners() -> Iterator[Any]:
     yield from {id(one): one for one in found if isinstance(one, Autotuner)}.values()
 
 
-@contextmanager
+@contextlib.contextmanager
 def slice_of_tuning(number: int) -> Iterator[None]:
     """In here peers' kernels try one of SLICES parts of their configurations, once: to compile."""
     before = [(tuner, tuner.configs) for tuner in _tuners()]
