@@ -43,7 +43,7 @@ class Problem:
         self.package = package
         self.distributed, self.planning = (
             package("distributed"),
-            package("optimizers.sharded.matrices"),
+            package("optimizers.sharded.owners"),
         )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..dispatch import say_once
 from .groups.blocks import check_names
 from .groups.options import AdamWOptions, MuonOptions
-from .groups.origins import ONE_KIND, group_of_zero
-from .groups.param_groups import Format, check_unique
+from .groups.param_groups import ONE_KIND, Format, check_unique, group_of_zero
 from .groups.parameters import label
 from .state.saving import loaded_state, masked_options, unmasked_options
 from .state.slots import Slot, complete_state, slots_of

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .groups.default_groups import default_is_muon, get_default_muon_param_groups
 from .groups.options import POLAR_EXPRESS, LrRule, MuonOptions, option_names
-from .groups.origins import refuses_foreign_arguments
-from .groups.param_groups import Format
+from .groups.param_groups import Format, refuses_foreign_arguments
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.shared_plan import Ranks
 from .step import MuonBase

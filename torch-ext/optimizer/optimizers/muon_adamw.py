@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .groups.options import POLAR_EXPRESS, check_choice
-from .groups.origins import refuses_foreign_arguments
-from .groups.param_groups import Format
+from .groups.param_groups import Format, refuses_foreign_arguments
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
 from .sharded.shared_plan import Ranks

@@ -45,16 +45,18 @@ from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, pa
 from .consistency import Common, Consistency, check_not_captured, compare_replicas
 from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
 from .in_backward import InBackward, sent_first
-from .matrices import (
+from .owners import (
+    REDUCE_OPS,
+    Owners,
     SharedGroup,
     check_statistics,
     layout_on,
     local_blocks,
     matrices_of,
     plan_shared,
+    spread,
     stays,
 )
-from .owners import REDUCE_OPS, Owners, spread
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
