@@ -68,24 +68,16 @@ def test_good_package_has_no_findings(tmp_path: Path, check) -> None:
     assert_none(check(build(tmp_path, {})))
 
 
-MUON = "from .muon import Muon\n"
 OPS = "from ._ops import add_op_namespace_prefix\nimport torch\nfrom torch import library as lib\n"
 DEF = "def f(x):\n    return x\n"
-LISTS = "@lib.custom_op(add_op_namespace_prefix('f'), mutates_args=())\ndef f(x: list[int]): ...\n"
 BEGIN = "must begin with add_op_namespace_prefix"
 TUNED = "import triton\n@triton.autotune(configs=[1, 2], key=[])\n" + DEF
 TUNED_CALL = "import triton\ndef g():\n    return triton.autotune(CONFIGS, [])\n"
 A = "a.py"
 
 BREAKS = [
-    (FACADE, "__init__.py", MUON, "no literal __all__"),
-    (FACADE, "__init__.py", MUON + "__all__ = list('ab')\n", "literal list"),
-    (FACADE, "__init__.py", MUON + "__all__ = ['Muon', 1]\n", "literal list"),
-    (FACADE, "__init__.py", MUON + "__all__ = ['Muon', 'Muon']\n", "once"),
-    (FACADE, "__init__.py", MUON + "__all__ = ['Adam']\n", "no import binds"),
-    (FACADE, "__init__.py", MUON + "__all__ = ['Muon']\n", "must list layers"),
-    (FACADE, "__init__.py", MUON + "x = 1\n__all__ = ['Muon']\n", "only imports"),
-    (FACADE, "__init__.py", "from .muon import Muon as _m\n__all__ = ['_m']\n", "private name"),
+    (FACADE, "__init__.py", "x = 1\n__all__ = ['Muon']\n", "x = 1 does not belong here"),
+    (FACADE, "layers.py", "CACHE = {}\n", "CACHE = {} does not belong here"),
     (NESTED, "optimizer.py", "", "layout check"),
     (NESTED, "optimizer/__init__.py", "", "layout check"),
     (PREFIX, A, OPS + "@lib.custom_op('optimizer::f')\n" + DEF, "begin"),
@@ -94,11 +86,6 @@ BREAKS = [
     (PREFIX, A, OPS + "@lib.custom_op(name=add_op_namespace_prefix('f'))\n" + DEF, BEGIN),
     (PREFIX, A, OPS + "@f.register_fake\n" + DEF, "decorator must"),
     (PREFIX, A, OPS + "lib.register_fake(NAME, f)\n", "call must begin"),
-    (PREFIX, A, "try:\n    from ._ops import ops\nexcept ImportError:\n    o = 1\n", "without try"),
-    (PREFIX, A, "from ._ops import add_op_namespace_prefix as prefix\n", "must keep its name"),
-    (PREFIX, A, "def add_op_namespace_prefix(name):\n    return name\n", "do not define it"),
-    (PREFIX, A, "add_op_namespace_prefix = str\n", "do not bind it"),
-    (PREFIX, A, "from __future__ import annotations\n" + OPS + LISTS, "pass schema="),
     (IMPORT, A, "import torch\nx = torch.cuda.is_available()\n", "a.py:2: calls torch.cuda.is_av"),
     (
         IMPORT,
@@ -124,38 +111,6 @@ def test_package_rule_can_fail(tmp_path: Path, check, file: str, text: str, expe
 
 def test_single_autotune_config_is_allowed(tmp_path: Path) -> None:
     assert not IMPORT(build(tmp_path, {"a_triton.py": TUNED.replace("1, 2", "1")}))
-
-
-def test_layers_are_pure() -> None:
-    path = PACKAGE / "layers.py"
-    assert_none(rules.layer_findings(path) if path.is_file() else [])
-
-
-def test_good_layers_have_no_findings(tmp_path: Path) -> None:
-    assert_none(rules.layer_findings(build(tmp_path, {}) / "layers.py"))
-
-
-FORWARD = "    def forward(self, x):\n        return x\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("class A(nn.Module):\n    def __init__(self): ...\n" + FORWARD, "A.__init__"),
-        ("class A(nn.Module):\n    def helper(self): ...\n" + FORWARD, "A.helper"),
-        ("class A(nn.Module):\n    scale = 2\n" + FORWARD, "A sets scale"),
-        ("class A(nn.Module):\n    scale: int = 2\n" + FORWARD, "A sets scale"),
-        ("class A(nn.Module):\n    print()\n" + FORWARD, "runs code"),
-        ("class A(nn.Module):\n    has_backward = True\n", "A has no forward"),
-        ("class A:\n" + FORWARD, "must derive from nn.Module"),
-        ("CACHE = {}\n", "only layer classes"),
-        ("def helper(x):\n    return x\n", "only layer classes"),
-    ],
-)
-def test_layer_rule_can_fail(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "layers.py"
-    path.write_text("from torch import nn\n" + text)
-    assert_found(expected, rules.layer_findings(path))
 
 
 def test_no_generated_file_is_committed() -> None:

@@ -27,8 +27,6 @@ GENERATED = re.compile(
     r"|torch-ext/registration\.h|torch-ext/[^/]*/_ops\.py"
 )
 
-LAYER_ATTRIBUTES = frozenset({"has_backward", "can_torch_compile"})
-
 # Calls that ask for a device or a driver. At import they fail in a builder without one.
 DEVICE_QUERIES = ("torch.cuda.", "torch.accelerator.", "torch.xpu.", "triton.runtime.")
 
@@ -39,39 +37,16 @@ def _files(package: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def facade_findings(package: Path) -> list[str]:
-    """__init__.py: literal `__all__`, of what its imports bind, and `__version__`; no more."""
-    path = package / "__init__.py"
-    if not path.is_file():
-        return [f"{package.name}/__init__.py is missing"]
-    bound: set[str] = set()
-    names: list[str] | None = None
-    findings = []
-    for node in parse(path).body:
-        where = place(path, package, node.lineno)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(entry.asname or entry.name).split(".")[0] for entry in node.names}
-        elif isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
-            names = _literal_names(node.value)
-            if names is None:
-                findings.append(f"{where}: __all__ must be a literal list of strings")
-        elif isinstance(node, ast.Assign) and _targets(node) == ["__version__"]:
-            if not isinstance(node.value, ast.Constant):
-                findings.append(f"{where}: __version__ must be a literal")
-        elif not _is_docstring(node):
-            findings.append(
-                f"{where}: only imports, __all__, __version__ and the docstring belong here"
-            )
-    if names is None:
-        return findings or ["__init__.py: there is no literal __all__"]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        findings.append(f"__init__.py: __all__ lists {name} more than once")
-    for name in sorted(set(names) - bound):
-        findings.append(f"__init__.py: __all__ lists {name}, which no import binds")
-    for name in sorted(name for name in names if name.startswith("_")):
-        findings.append(f"__init__.py: __all__ lists the private name {name}")
-    if (package / "layers.py").is_file() and "layers" not in names:
-        findings.append("__init__.py: layers.py exists, so __all__ must list layers")
-    return findings
+    """__init__.py: imports, `__all__` and `__version__`; layers.py: imports and classes."""
+    return [
+        f"{place(path, package, node.lineno)}: {ast.unparse(node):.20} does not belong here"
+        for path in (package / "__init__.py", package / "layers.py")
+        for node in parse(path).body
+        if not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Assign) and _targets(node)[0] in ("__all__", "__version__"))
+        and not (isinstance(node, ast.ClassDef) and path.stem == "layers")
+        and not _is_docstring(node)
+    ]
 
 
 def public_names(package: Path) -> list[str]:
@@ -104,8 +79,6 @@ def op_prefix_findings(package: Path) -> list[str]:
             verb = "decorator" if decorates else "call"
             if not isinstance(node, ast.Call) or not node.args or not _is_prefixed(node.args[0]):
                 findings.append(f'{where}: the {verb} must begin with {PREFIX}("...")')
-        findings += _prefix_import_findings(path, package, tree)
-        findings += _signature_findings(path, package, tree)
     return findings
 
 
@@ -152,96 +125,12 @@ def _is_prefixed(node: ast.expr) -> bool:
     )
 
 
-def _prefix_import_findings(path: Path, package: Path, tree: ast.Module) -> list[str]:
-    """`_ops` is imported plainly: not under `try`, not renamed, not wrapped."""
-    findings = []
-    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
-    guarded = {inner for node in tries for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        where = f"{place(path, package, getattr(node, 'lineno', 0))}"
-        if isinstance(node, ast.ImportFrom) and node.level and (node.module or "") == "_ops":
-            if node in guarded:
-                findings.append(f"{where}: _ops is generated; import it without try")
-            if any(entry.asname and entry.name == PREFIX for entry in node.names):
-                findings.append(f"{where}: {PREFIX} must keep its name")
-        elif isinstance(node, ast.FunctionDef) and node.name == PREFIX:
-            findings.append(f"{where}: {PREFIX} comes from _ops; do not define it")
-        elif isinstance(node, ast.Assign) and PREFIX in _targets(node):
-            findings.append(f"{where}: {PREFIX} comes from _ops; do not bind it")
-    return findings
-
-
-def _signature_findings(path: Path, package: Path, tree: ast.Module) -> list[str]:
-    """Lists in a signature under postponed annotations defeat torch's schema inference."""
-    postponed = any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "__future__"
-        and any(entry.name == "annotations" for entry in node.names)
-        for node in tree.body
-    )
-    if not postponed:
-        return []
-    findings = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        for decorator in node.decorator_list:
-            if not isinstance(decorator, ast.Call):
-                continue
-            if _last(decorator.func) not in ("custom_op", "triton_op"):
-                continue
-            has_schema = any(keyword.arg == "schema" for keyword in decorator.keywords)
-            arguments = node.args.args + node.args.kwonlyargs
-            annotations = [entry.annotation for entry in arguments] + [node.returns]
-            text = " ".join(ast.unparse(entry) for entry in annotations if entry)
-            if not has_schema and re.search(r"\b([Ll]ist|Sequence)\[", text):
-                where = place(path, package, node.lineno)
-                findings.append(f"{where}: pass schema= to {node.name}, whose signature has lists")
-    return findings
-
-
 def generated_file_findings(committed: Iterable[Path]) -> list[str]:
     return [
         f"{path.as_posix()}: is generated by the build and must not be committed"
         for path in committed
         if GENERATED.fullmatch(path.as_posix())
     ]
-
-
-def layer_findings(path: Path) -> list[str]:
-    """layers.py: `nn.Module` classes with a `forward` and the two permitted attributes only."""
-    findings = []
-    for node in parse(path).body:
-        where = f"{path.name}:{node.lineno}"
-        if isinstance(node, ast.ClassDef):
-            if not any(_last(base) == "Module" for base in node.bases):
-                findings.append(f"{where}: {node.name} must derive from nn.Module")
-            findings += [f"{path.name}:{fault}" for fault in _layer_body_faults(node)]
-        elif isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
-            continue
-        elif not (isinstance(node, ast.Assign) and _targets(node) == ["__all__"]):
-            findings.append(f"{where}: only layer classes and imports belong in {path.name}")
-    return findings
-
-
-def _layer_body_faults(layer: ast.ClassDef) -> Iterator[str]:
-    methods = set()
-    for node in layer.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            methods.add(node.name)
-            if node.name != "forward":
-                yield f"{node.lineno}: {layer.name}.{node.name}: forward is the only method allowed"
-        elif isinstance(node, ast.AnnAssign) and node.value is None:
-            continue  # the type of a member that the replaced module has
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = _targets(node)
-            if not set(targets) <= LAYER_ATTRIBUTES:
-                names, allowed = ", ".join(targets), " and ".join(sorted(LAYER_ATTRIBUTES))
-                yield f"{node.lineno}: {layer.name} sets {names}; allowed are {allowed}"
-        elif not (_is_docstring(node) or isinstance(node, ast.Pass)):
-            yield f"{node.lineno}: {layer.name} runs code in its class body"
-    if "forward" not in methods:
-        yield f"{layer.lineno}: {layer.name} has no forward"
 
 
 def import_time_findings(package: Path) -> list[str]:

@@ -73,17 +73,11 @@ class Project:
 
 
 def source_findings(project: Project) -> list[str]:
-    """Every source and header is listed in build.toml, exists, and is compiled once per backend."""
+    """Every source and header is listed in build.toml, and compiled once per backend."""
     findings = []
     lists = {"torch": ("all", project.build["torch"]["src"])}
     for name, part in project.build.get("kernel", {}).items():
         lists[f"kernel.{name}"] = (part["backend"], part["src"])
-    for name, (_, listed) in lists.items():
-        for source in listed:
-            if not (project.root / source).is_file():
-                findings.append(f"build.toml [{name}]: {source} does not exist")
-        for source in sorted({entry for entry in listed if listed.count(entry) > 1}):
-            findings.append(f"build.toml [{name}]: lists {source} twice")
     known = {source for _, listed in lists.values() for source in listed}
     for folder in ("kernels-src", "torch-ext"):
         for path in sorted((project.root / folder).rglob("*")):
@@ -144,13 +138,9 @@ def _all_are(suffix: str, capabilities: list[str]) -> bool:
 
 
 def binding_findings(project: Project) -> list[str]:
-    """The compiled ops: declared once, implemented where there is a source, named like it."""
+    """The compiled ops: implemented where there is a source, named like it."""
     findings = []
     ops = project.compiled_ops
-    for op in sorted({op for op in ops if ops.count(op) > 1}):
-        findings.append(f"torch_binding.cpp: defines {op} twice")
-    if not ops:
-        findings.append("torch_binding.cpp: no ops.def found")
     backends = {part["backend"] for part in project.build.get("kernel", {}).values()}
     for op in ops:
         for backend, suffixes in (
