@@ -99,10 +99,7 @@ def all_gather_matmul(
         check_inner(rows.shape[1] * (collectives.size_of(how.group) if how.dim else 1), b)
     keep = torch.is_grad_enabled() and any(b.requires_grad for b in bs)
     with without_autocast(a_shard.device):
-        if scaling is None:
-            outs = _AllGatherMatmul.apply(rows, how, keep, *bs)
-        else:
-            outs = _ScaledAllGatherMatmul.apply(rows, how, keep, scaling, *bs)
+        outs = _AllGatherMatmul.apply(rows, how, keep, scaling, *bs)
     return [layout.restored(out) for out in outs]
 
 
@@ -145,10 +142,7 @@ def matmul_reduce_scatter(
     check_inner(a.shape[-1], b)
     how, layout, rows = _scattering(a, b, reduce_op, scatter_dim, group, fuse, strict)
     with without_autocast(a.device):
-        if scaling is None:
-            out = _MatmulReduceScatter.apply(rows, b, how, reduce_op)
-        else:
-            out = _ScaledMatmulReduceScatter.apply(rows, b, how, reduce_op, scaling)
+        out = _MatmulReduceScatter.apply(rows, b, how, reduce_op, scaling)
     return layout.restored(out)
 
 
@@ -285,48 +279,10 @@ def scaled_matmul_reduce_scatter(
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a: Tensor, how: _How, keep: bool, *bs: Tensor) -> tuple[Tensor, ...]:
-        gathered, outs = ops.all_gather(a, [*bs], **how.options(), keep=keep, out_dtype=a.dtype)
-        ctx.how = how
-        ctx.save_for_backward(gathered, *bs)
-        return tuple(outs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gathered, *bs = ctx.saved_tensors
-        da = None
-        if ctx.needs_input_grad[0]:
-            da = _scattered(ctx.how, *_side_by_side(grads, bs), "sum")
-        wanted = ctx.needs_input_grad[3:]
-        dbs = [gathered.t() @ g if w else None for g, w in zip(grads, wanted, strict=True)]
-        return da, None, None, *dbs
-
-
-class _MatmulReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, how: _How, reduce_op: str) -> Tensor:
-        ctx.how, ctx.reduce_op = how, reduce_op
-        ctx.save_for_backward(a, b)
-        return _scattered(how, a, b, reduce_op)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        grad = _shared(grad, ctx.reduce_op, ctx.how.group)
-        wanted = ctx.needs_input_grad[1]
-        options = ctx.how.options() | {"keep": wanted, "out_dtype": a.dtype}
-        gathered, (da,) = ops.all_gather(grad.contiguous(), [b.t()], **options)
-        return da, a.t() @ gathered if wanted else None, None, None
-
-
-class _ScaledAllGatherMatmul(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx, a: Tensor, how: _How, keep: bool, scaling: str, *bs: Tensor
+        ctx, a: Tensor, how: _How, keep: bool, scaling: str | None, *bs: Tensor
     ) -> tuple[Tensor, ...]:
-        gathered, scale, outs = _scaled_gathered(a, bs, how, scaling, keep)
+        gathered, scale, outs = _gathered(a, bs, how, scaling, keep)
         ctx.how, ctx.scaling = how, scaling
         ctx.save_for_backward(gathered, scale, *bs)
         return tuple(outs)
@@ -337,7 +293,7 @@ class _ScaledAllGatherMatmul(torch.autograd.Function):
         gathered, scale, *bs = ctx.saved_tensors
         da = None
         if ctx.needs_input_grad[0]:
-            da = _scaled_scattered(ctx.how, *_side_by_side(grads, bs), "sum", ctx.scaling)
+            da = _scattered(ctx.how, *_side_by_side(grads, bs), "sum", ctx.scaling)
         wanted = ctx.needs_input_grad[4:]
         if any(wanted):
             whole = _decoded(gathered, scale, ctx, grads[0].dtype).t()
@@ -345,32 +301,35 @@ class _ScaledAllGatherMatmul(torch.autograd.Function):
         return da, None, None, None, *dbs
 
 
-class _ScaledMatmulReduceScatter(torch.autograd.Function):
+class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, how: _How, reduce_op: str, scaling: str) -> Tensor:
+    def forward(
+        ctx, a: Tensor, b: Tensor, how: _How, reduce_op: str, scaling: str | None
+    ) -> Tensor:
         ctx.how, ctx.reduce_op, ctx.scaling = how, reduce_op, scaling
         ctx.save_for_backward(a, b)
-        return _scaled_scattered(how, a, b, reduce_op, scaling)
+        return _scattered(how, a, b, reduce_op, scaling)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        grad = _shared(grad, ctx.reduce_op, ctx.how.group)
+        if ctx.reduce_op == "avg":
+            grad = grad / collectives.size_of(ctx.how.group)
         wanted = ctx.needs_input_grad[1]
-        gathered, scale, (da,) = _scaled_gathered(grad, [b.t()], ctx.how, ctx.scaling, wanted)
+        gathered, scale, (da,) = _gathered(grad, [b.t()], ctx.how, ctx.scaling, wanted)
         db = a.t() @ _decoded(gathered, scale, ctx, a.dtype) if wanted else None
         return da, db, None, None, None
 
 
-def _scattered(how: _How, a: Tensor, b: Tensor, reduce_op: str) -> Tensor:
-    return ops.reduce_scatter(a, b, reduce_op=reduce_op, **how.options(), out_dtype=a.dtype)
-
-
-def _scaled_gathered(
-    a: Tensor, bs: Sequence[Tensor], how: _How, scaling: str, keep: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The gathered float8 a, if kept, this rank's or the common scale, and the products."""
+def _gathered(
+    a: Tensor, bs: Sequence[Tensor], how: _How, scaling: str | None, keep: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """The gathered a, if kept, in float8 this rank's or the common scale, and the products."""
+    if scaling is None:
+        options = how.options() | {"keep": keep, "out_dtype": a.dtype}
+        gathered, outs = ops.all_gather(a.contiguous(), [*bs], **options)
+        return gathered, None, outs
     rowwise = scaling != "tensorwise"
     amax = largest(a, 1 if rowwise else None)
     if not rowwise or how.dim == 1:  # rows that span the ranks have one scale, as a tensor has
@@ -395,22 +354,20 @@ def _scaled_gathered(
     return gathered, scale, outs
 
 
-def _scaled_scattered(how: _How, a: Tensor, b: Tensor, reduce_op: str, scaling: str) -> Tensor:
+def _scattered(how: _How, a: Tensor, b: Tensor, reduce_op: str, scaling: str | None) -> Tensor:
+    options = how.options() | {"reduce_op": reduce_op, "out_dtype": a.dtype}
+    if scaling is None:
+        return ops.reduce_scatter(a, b, **options)
     rowwise = scaling != "tensorwise"
     scale = scale_for(largest(a, 1 if rowwise else None))
     b8, b_scale = quantized_right(b, rowwise=rowwise)
-    return ops.reduce_scatter(
-        quantized(a, scale),
-        b8,
-        reduce_op=reduce_op,
-        **how.options(),
-        out_dtype=a.dtype,
-        scales=(scale, b_scale),
-    )
+    return ops.reduce_scatter(quantized(a, scale), b8, **options, scales=(scale, b_scale))
 
 
-def _decoded(gathered: Tensor, scale: Tensor, ctx: Any, dtype: torch.dtype) -> Tensor:
-    """A gathered float8 matrix times its scales, which are still to be gathered if sharded."""
+def _decoded(gathered: Tensor, scale: Tensor | None, ctx: Any, dtype: torch.dtype) -> Tensor:
+    """A gathered matrix; of float8 times its scales, which are still to be gathered if sharded."""
+    if scale is None:
+        return gathered
     if ctx.scaling == "rowwise_sharded" and ctx.how.dim == 0:
         scale = ops.gather_rows(scale, ctx.how.group)
     return (gathered.float() * scale).to(dtype)
@@ -421,10 +378,6 @@ def _side_by_side(grads: Sequence[Tensor], bs: Sequence[Tensor]) -> tuple[Tensor
     if len(bs) == 1:
         return grads[0].contiguous(), bs[0].t()
     return torch.cat([*grads], dim=1), torch.cat([*bs], dim=1).t()
-
-
-def _shared(grad: Tensor, reduce_op: str, group: str) -> Tensor:
-    return grad / collectives.size_of(group) if reduce_op == "avg" else grad
 
 
 @dataclass(frozen=True)
