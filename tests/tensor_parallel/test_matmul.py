@@ -115,13 +115,13 @@ def test_registered_operations_have_true_fakes(opt) -> None:
     last = (group, "auto", False)
     for dim, keep in ((0, True), (1, False)):
         weight = b if dim == 0 else torch.randn(32, 8)
-        gather = (a, [weight], None, [], "", torch.float32, False, dim, *last, keep)
+        gather = (a, [weight], None, [], "", torch.float32, dim, *last, keep)
         torch.library.opcheck(ops.all_gather_matmul, gather, test_utils=tests)
-        scatter = (a, b, None, None, torch.float32, False, "sum", dim, *last)
+        scatter = (a, b, None, None, torch.float32, dim, *last, "sum")
         torch.library.opcheck(ops.matmul_reduce_scatter, scatter, test_utils=tests)
     a8, b8 = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
     one = torch.tensor(1.0)
-    scaled = (a8, [b8], one, [one], "tensorwise", bf16, False, 0, *last, False)
+    scaled = (a8, [b8], one, [one], "tensorwise", bf16, 0, *last, False)
     # torch cannot compare float8 tensors, which the check of the schema does.
     torch.library.opcheck(ops.all_gather_matmul, scaled, test_utils=tests[1:])
     torch.library.opcheck(ops.maximum_over_ranks, (a, group), test_utils=tests)

@@ -126,14 +126,13 @@ class AllToAll:
         return Future(values, work)
 
 
-class GroupTransport:
+class GroupTransport(AllToAll):
     """The transport of a process group: collectives, and what was chosen beside them."""
 
     memory = SymmetricMemory  # where arenas live
 
     def __init__(self, group: Any) -> None:
-        self.group = group
-        self._collectives = AllToAll(group)
+        super().__init__(group)
         self._direct: PeerToPeer | CopyEngineCollectives | None = None
         self._arena: Arena | None = None
         self._traffic: Traffic | None = None
@@ -158,20 +157,8 @@ class GroupTransport:
         direct = self._direct
         if direct is None or not direct.takes(coming, inbox):
             message = outbox if isinstance(outbox, Tensor) else packed(going, outbox, inbox)
-            return self._collectives.exchange(going, message, coming, inbox)
+            return super().exchange(going, message, coming, inbox)
         return Future(inbox, direct.exchange(going, outbox, coming, inbox), outbox)
-
-    def maximum(self, values: Tensor) -> Future:
-        """See `AllToAll`."""
-        return self._collectives.maximum(values)
-
-    def sum(self, values: Tensor) -> Future:
-        """See `AllToAll`."""
-        return self._collectives.sum(values)
-
-    def collect(self, values: Tensor, found: Tensor) -> Future:
-        """See `AllToAll`."""
-        return self._collectives.collect(values, found)
 
     def inbox(self, coming: Message) -> Lease | None:
         """Memory for a message that comes here; None where any will do.

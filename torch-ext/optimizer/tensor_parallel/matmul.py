@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,17 +39,13 @@ from .report import FUSE
 SCALINGS = (None, "tensorwise", "rowwise_sharded", "rowwise_replicated")
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """Over which group, along which dimension of the matrix, and by what."""
 
     dim: int
     group: str
     fuse: str
     strict: bool
-
-    def options(self) -> dict[str, Any]:
-        return {"dim": self.dim, "group": self.group, "fuse": self.fuse, "strict": self.strict}
 
 
 def all_gather_matmul(
@@ -210,16 +206,8 @@ def all_gather_scaled_matmul(
     for b_scale in b_scales:
         scale, b_scale = flat_scales(a_scale, b_scale, rowwise=rowwise)
         scales.append(b_scale)
-    _, outs = ops.all_gather(
-        rows.contiguous(),
-        bs,
-        **how.options(),
-        keep=False,
-        out_dtype=out_dtype,
-        scales=(scale, scales),
-        mode=scale_mode,
-        fast_accum=use_fast_accum,
-    )
+    options = (scale_mode, out_dtype, *how, False, use_fast_accum)
+    _, outs = ops.all_gather_matmul(rows.contiguous(), bs, scale, scales, *options)
     return [layout.restored(out) for out in outs]
 
 
@@ -265,15 +253,9 @@ def scaled_matmul_reduce_scatter(
     how, layout, rows = _scattering(a, b, reduce_op, scatter_dim, group, fuse, strict)
     if rowwise:
         a_scale = layout.rows(a_scale.reshape(*a.shape[:-1], 1))
-    out = ops.reduce_scatter(
-        rows.contiguous(),
-        b,
-        reduce_op=reduce_op,
-        **how.options(),
-        out_dtype=out_dtype,
-        scales=flat_scales(a_scale, b_scale, rowwise=rowwise),
-        fast_accum=use_fast_accum,
-    )
+    scales = flat_scales(a_scale, b_scale, rowwise=rowwise)
+    options = (out_dtype, *how, reduce_op, use_fast_accum)
+    out = ops.matmul_reduce_scatter(rows.contiguous(), b, *scales, *options)
     return layout.restored(out)
 
 
@@ -327,8 +309,8 @@ def _gathered(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The gathered a, if kept, in float8 this rank's or the common scale, and the products."""
     if scaling is None:
-        options = how.options() | {"keep": keep, "out_dtype": a.dtype}
-        gathered, outs = ops.all_gather(a.contiguous(), [*bs], **options)
+        options = (None, [], "", a.dtype, *how, keep)
+        gathered, outs = ops.all_gather_matmul(a.contiguous(), [*bs], *options)
         return gathered, None, outs
     rowwise = scaling != "tensorwise"
     amax = largest(a, 1 if rowwise else None)
@@ -342,26 +324,20 @@ def _gathered(
     elif scaling == "rowwise_replicated":
         scale = ops.gather_rows(scale, how.group)
     right = [quantized_right(b, rowwise=rowwise) for b in bs]
-    gathered, outs = ops.all_gather(
-        rows,
-        [b for b, _ in right],
-        **how.options(),
-        keep=keep,
-        out_dtype=a.dtype,
-        scales=(scale, [b_scale for _, b_scale in right]),
-        mode=mode,
-    )
+    scales = [b_scale for _, b_scale in right]
+    options = (mode, a.dtype, *how, keep)
+    gathered, outs = ops.all_gather_matmul(rows, [b for b, _ in right], scale, scales, *options)
     return gathered, scale, outs
 
 
 def _scattered(how: _How, a: Tensor, b: Tensor, reduce_op: str, scaling: str | None) -> Tensor:
-    options = how.options() | {"reduce_op": reduce_op, "out_dtype": a.dtype}
+    options = (a.dtype, *how, reduce_op)
     if scaling is None:
-        return ops.reduce_scatter(a, b, **options)
+        return ops.matmul_reduce_scatter(a, b, None, None, *options)
     rowwise = scaling != "tensorwise"
     scale = scale_for(largest(a, 1 if rowwise else None))
     b8, b_scale = quantized_right(b, rowwise=rowwise)
-    return ops.reduce_scatter(quantized(a, scale), b8, **options, scales=(scale, b_scale))
+    return ops.matmul_reduce_scatter(quantized(a, scale), b8, scale, b_scale, *options)
 
 
 def _decoded(gathered: Tensor, scale: Tensor | None, ctx: Any, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from .._ops import add_op_namespace_prefix, ops
+from .._ops import add_op_namespace_prefix
 from . import collectives, fused
 from .products import scaled_product
 from .report import ALONE, FUSED, count, count_plain
@@ -33,23 +33,24 @@ MODES = ("", "tensorwise", "rowwise_sharded", "rowwise_replicated")
     add_op_namespace_prefix("all_gather_matmul"),
     mutates_args=(),
     schema="(Tensor a, Tensor[] bs, Tensor? a_scale, Tensor[] b_scales, str mode, "
-    "ScalarType out_dtype, bool fast_accum, int dim, str group, str fuse, bool strict, bool keep) "
-    "-> (Tensor, Tensor[])",
+    "ScalarType out_dtype, int dim, str group, str fuse, bool strict, bool keep, "
+    "bool fast_accum=False) -> (Tensor, Tensor[])",
 )
-def _all_gather_matmul(
+def all_gather_matmul(
     a: Tensor,  # (m, K), or (M, k) for dim 1
     bs: list[Tensor],  # each (K, N)
     a_scale: Tensor | None,  # (), (m, 1) sharded or (M, 1) replicated
     b_scales: list[Tensor],  # each () or (1, N)
     mode: str,
     out_dtype: torch.dtype,
-    fast_accum: bool,
     dim: int,
     group: str,
     fuse: str,
     strict: bool,
     keep: bool,
+    fast_accum: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
+    """The gathered a, empty unless `keep`, and its products; nothing is checked."""
     name = "all_gather_scaled_matmul" if mode else "all_gather_matmul"
     world = collectives.size_of(group)
     if world == 1:
@@ -108,7 +109,7 @@ def _products(
 
 
 def _fake_gathered(
-    a, bs, a_scale, b_scales, mode, out_dtype, fast_accum, dim, group, fuse, strict, keep
+    a, bs, a_scale, b_scales, mode, out_dtype, dim, group, fuse, strict, keep, fast_accum=False
 ):
     world = collectives.size_of(group)
     rows, inner = (a.shape[0] * world, a.shape[1]) if dim == 0 else (a.shape[0], a.shape[1] * world)
@@ -119,22 +120,23 @@ def _fake_gathered(
 @custom_op(
     add_op_namespace_prefix("matmul_reduce_scatter"),
     mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, ScalarType out_dtype, "
-    "bool fast_accum, str reduce_op, int dim, str group, str fuse, bool strict) -> Tensor",
+    schema="(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, ScalarType out_dtype, int dim, "
+    "str group, str fuse, bool strict, str reduce_op, bool fast_accum=False) -> Tensor",
 )
-def _matmul_reduce_scatter(
+def matmul_reduce_scatter(
     a: Tensor,  # (M, K)
     b: Tensor,  # (K, N)
     a_scale: Tensor | None,  # () or (M, 1)
     b_scale: Tensor | None,  # () or (1, N)
     out_dtype: torch.dtype,
-    fast_accum: bool,
-    reduce_op: str,
     dim: int,
     group: str,
     fuse: str,
     strict: bool,
+    reduce_op: str,
+    fast_accum: bool = False,
 ) -> Tensor:
+    """This rank's rows or columns of the reduced product; nothing is checked."""
     scaled = a_scale is not None
     name = "scaled_matmul_reduce_scatter" if scaled else "matmul_reduce_scatter"
     scales = [] if b_scale is None else [b_scale]
@@ -167,7 +169,7 @@ def _matmul_reduce_scatter(
 
 
 def _fake_scattered(
-    a, b, a_scale, b_scale, out_dtype, fast_accum, reduce_op, dim, group, fuse, strict
+    a, b, a_scale, b_scale, out_dtype, dim, group, fuse, strict, reduce_op, fast_accum=False
 ):
     world = collectives.size_of(group)
     shape = [a.shape[0], b.shape[1]]
@@ -176,7 +178,8 @@ def _fake_scattered(
 
 
 @custom_op(add_op_namespace_prefix("maximum_over_ranks"), mutates_args=())
-def _maximum_over_ranks(x: Tensor, group: str) -> Tensor:
+def maximum_over_ranks(x: Tensor, group: str) -> Tensor:
+    """The largest of every rank's x, element by element."""
     return collectives.all_reduce(x, group, "max")
 
 
@@ -185,7 +188,8 @@ def _fake_maximum(x, group):
 
 
 @custom_op(add_op_namespace_prefix("gather_rows"), mutates_args=())
-def _gather_rows(x: Tensor, group: str) -> Tensor:
+def gather_rows(x: Tensor, group: str) -> Tensor:
+    """Every rank's x (r, ...), one below the other."""
     return collectives.gather_rows(x, group)
 
 
@@ -193,54 +197,7 @@ def _fake_rows(x, group):
     return x.new_empty((collectives.size_of(group) * x.shape[0], *x.shape[1:]))
 
 
-_all_gather_matmul.register_fake(_fake_gathered)
-_matmul_reduce_scatter.register_fake(_fake_scattered)
-_maximum_over_ranks.register_fake(_fake_maximum)
-_gather_rows.register_fake(_fake_rows)
-
-
-def all_gather(
-    a: Tensor,
-    bs: list[Tensor],
-    *,
-    dim: int,
-    group: str,
-    fuse: str,
-    strict: bool,
-    keep: bool,
-    out_dtype: torch.dtype,
-    scales: tuple[Tensor, list[Tensor]] = (None, []),
-    mode: str = "",
-    fast_accum: bool = False,
-) -> tuple[Tensor, list[Tensor]]:
-    """`all_gather_matmul` of matrices; nothing is checked."""
-    options = (out_dtype, fast_accum, dim, group, fuse, strict, keep)
-    return ops.all_gather_matmul(a, bs, *scales, mode, *options)
-
-
-def reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    *,
-    reduce_op: str,
-    dim: int,
-    group: str,
-    fuse: str,
-    strict: bool,
-    out_dtype: torch.dtype,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    fast_accum: bool = False,
-) -> Tensor:
-    """`matmul_reduce_scatter` of matrices; nothing is checked."""
-    options = (out_dtype, fast_accum, reduce_op, dim, group, fuse, strict)
-    return ops.matmul_reduce_scatter(a, b, *scales, *options)
-
-
-def maximum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """The largest of every rank's x, element by element."""
-    return ops.maximum_over_ranks(x, group)
-
-
-def gather_rows(x: Tensor, group: str) -> Tensor:
-    """Every rank's x (r, ...), one below the other."""
-    return ops.gather_rows(x, group)
+all_gather_matmul.register_fake(_fake_gathered)
+matmul_reduce_scatter.register_fake(_fake_scattered)
+maximum_over_ranks.register_fake(_fake_maximum)
+gather_rows.register_fake(_fake_rows)
