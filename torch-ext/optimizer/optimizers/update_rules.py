@@ -20,7 +20,14 @@ from ..kernels import StochasticRounding, apply_update
 from ..kernels import adamw as adamw_kernel
 from ..kernels import momentum as momentum_kernel
 from ..kernels.step.apply_update import apply_one
-from ..kernels.step.tensor_lists import MAX_DIMS, as_list, shaped, written
+from ..kernels.step.tensor_lists import (
+    MAX_DIMS,
+    as_list,
+    shaped,
+    walkable,
+    written,
+    written_residuals,
+)
 from .groups.options import LR_RULES, AdamWOptions, MuonOptions, is_zero
 from .groups.parameters import local
 from .plan import AdamWWork
@@ -42,17 +49,17 @@ def momentum(
     The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
     direction is written to its place in it.
     """
-    sizes = [] if whole else [grad.numel() for grad in grads]
+    count = len(grads)
+    if not whole:
+        count = sum(grad.numel() for grad in grads) // (matrix[0] * matrix[1])
     batch = torch.empty(
-        (len(grads) if whole else sum(sizes) // (matrix[0] * matrix[1]), *matrix),
+        (count, *matrix),
         dtype=torch.promote_types(buffers[0].dtype, torch.float32),
         device=buffers[0].device,
     )
     used, read = buffers, grads
     if not whole:
-        shapes = [
-            (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
-        ]
+        shapes = walkable(grads)
         used, read = shaped(buffers, shapes), shaped(grads, shapes)
     momentum_kernel(read, used, batch, mu=mu, nesterov=nesterov, form=form)
     written(buffers, used)
@@ -141,13 +148,9 @@ def update(
     kept = residuals
     used = params
     if not whole:
-        sizes = [param.numel() for param in params]
-        shapes = [
-            (size,) if param.ndim > MAX_DIMS else param.shape
-            for param, size in zip(params, sizes, strict=True)
-        ]
+        shapes = walkable(params)
         if second_moments is not None:
-            shapes = [(size // matrix.numel(), *matrix) for size in sizes]
+            shapes = [(param.numel() // matrix.numel(), *matrix) for param in params]
         used = shaped(params, shapes)
         if residuals is not None:
             kept = shaped(residuals, shapes)
@@ -156,9 +159,7 @@ def update(
         used, orthogonal.contiguous(), rate, options.cautious, kept, rounding.noise, *moments
     )
     written(params, used)
-    if residuals is not None and kept is not None:
-        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
-        written(*map(list, zip(*pairs, strict=True)))
+    written_residuals(residuals, kept)
 
 
 def apply_at_rate(
@@ -301,7 +302,7 @@ def _step(
     residuals = kept = rounding.residuals
     used = lists
     if not uniform and any(param.ndim > MAX_DIMS for param in params):
-        shapes = [(p.numel(),) if p.ndim > MAX_DIMS else p.shape for p in lists["param"]]
+        shapes = walkable(lists["param"])
         used = {name: shaped(tensors, shapes) for name, tensors in lists.items()}
         kept = None if residuals is None else shaped(residuals, shapes)
     adamw_kernel(
@@ -316,6 +317,4 @@ def _step(
     )
     for name in ("param", "exp_avg", "exp_avg_sq"):
         written(lists[name], used[name])
-    if residuals is not None and kept is not None:  # parameters of 32 bits have none
-        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
-        written(*map(list, zip(*pairs, strict=True)))
+    written_residuals(residuals, kept)

@@ -254,6 +254,20 @@ def _check_residual(name: str, residual: Tensor | None, param: Tensor) -> None:
         )
 
 
+def walkable(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
+    """Shapes of at most MAX_DIMS dimensions, as kernels walk them: flat ones in place of more."""
+    return [(t.numel(),) if t.ndim > MAX_DIMS else t.shape for t in tensors]
+
+
+def written_residuals(
+    residuals: Sequence[Tensor | None] | None, used: Sequence[Tensor | None] | None
+) -> None:
+    """`written` of kept residuals, which parameters of 32 bits have none of."""
+    if residuals is not None and used is not None:
+        pairs = [pair for pair in zip(residuals, used, strict=True) if pair[0] is not None]
+        written(*map(list, zip(*pairs, strict=True)))
+
+
 def shaped(tensors: Sequence[Tensor | None], shapes: Sequence[Sequence[int]]) -> list[Any]:
     """The tensors in other shapes: themselves, views or copies. None stays None.
 

@@ -90,61 +90,38 @@ class Blocks:
         """All blocks, in equal pieces of at most `limit` elements (or of a single matrix).
 
         With `contiguous`, the elements of a piece have consecutive numbers in the parameter: runs
-        of rows out of several experts are pieces of their own. Runs of columns have none.
+        of rows out of several experts are pieces of their own. Of a transposed parameter, whose
+        runs of columns have none, a piece is one head, or the same columns of several experts.
         """
-        if self.transposed:
-            yield from self._transposed_pieces(limit)
-            return
-        row, offset, experts = 0, 0, self.experts or 1
-        total = sum(self.row_sizes)
-        for rows in self.row_sizes:
-            m, per_block = rows // self.heads, self._statistics(rows) // self.heads
-            stacked = limit // max(rows * self.columns, 1)  # experts that fit, all heads of each
-            if contiguous and rows < total:
+        start, offset, experts = 0, 0, self.experts or 1
+        total, transposed = sum(self.row_sizes), self.transposed
+        for size in self.row_sizes:
+            m, per_block = size // self.heads, self._statistics(size) // self.heads
+            stacked = limit // max(size * self.columns, 1)  # experts that fit, all heads of each
+            if self.heads > 1 if transposed else contiguous and size < total:
                 stacked = min(stacked, 1)
             heads = self.heads if stacked else max(limit // max(m * self.columns, 1), 1)
-            stacked, heads = equal_share(experts, max(stacked, 1)), equal_share(self.heads, heads)
+            heads = equal_share(self.heads, 1 if transposed else heads)
+            stacked = equal_share(experts, max(stacked, 1))
             for e in range(0, experts, stacked):
                 taken = min(stacked, experts - e)
                 for h in range(0, self.heads, heads):
-                    blocks = min(heads, self.heads - h)
+                    blocks, at = min(heads, self.heads - h), start + h * m
+                    first = e * total * self.columns
                     yield Piece(
-                        rows=(row + h * m, blocks * m),
+                        rows=(0, self.columns) if transposed else (at, blocks * m),
                         experts=None if self.experts is None else (e, taken),
                         matrices=taken * blocks,
-                        matrix=(m, self.columns),
-                        first=(e * total + row + h * m) * self.columns,
+                        matrix=self._stored(size),
+                        first=first + (at if transposed else at * self.columns),
                         statistics=(
                             offset + (e * self.heads + h) * per_block,
                             taken * blocks * per_block,
                         ),
                         uncut=self.experts is None and self.heads == 1 and not self.split,
+                        columns=(at, m) if transposed else None,
                     )
-            row, offset = row + rows, offset + experts * self.heads * per_block
-
-    def _transposed_pieces(self, limit: int) -> Iterator[Piece]:
-        """As `pieces`, a head or the same columns of several experts in each."""
-        column, offset, experts = 0, 0, self.experts or 1
-        for columns in self.row_sizes:
-            m, n = self._stored(columns)
-            per_block = self._statistics(columns) // self.heads
-            stacked = 1 if self.heads > 1 else max(limit // max(m * n, 1), 1)
-            stacked = equal_share(experts, stacked)
-            for e in range(0, experts, stacked):
-                taken = min(stacked, experts - e)
-                for h in range(self.heads):
-                    first = column + h * n
-                    yield Piece(
-                        rows=(0, m),
-                        experts=None if self.experts is None else (e, taken),
-                        matrices=taken,
-                        matrix=(m, n),
-                        first=e * m * sum(self.row_sizes) + first,
-                        statistics=(offset + (e * self.heads + h) * per_block, taken * per_block),
-                        uncut=self.experts is None and self.heads == 1 and not self.split,
-                        columns=(first, n),
-                    )
-            column, offset = column + columns, offset + experts * self.heads * per_block
+            start, offset = start + size, offset + experts * self.heads * per_block
 
     def _stored(self, rows: int) -> tuple[int, int]:
         """(m, n) of a block of a run, as the parameter holds it."""
