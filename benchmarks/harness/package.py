@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -49,12 +50,15 @@ def module(package: ModuleType, name: str) -> ModuleType:
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-def settle(package: ModuleType) -> None:
-    """Let nothing be compiled beside the calls: before a clock starts.
+def settle(package: ModuleType, calls: Iterable[Callable[[], object]] = ()) -> None:
+    """Make these calls and let nothing be compiled beside those that follow: before a clock starts.
 
     Twice, since what runs in the background while the first waits for it may ask for kernels.
     """
+    calls = list(calls)
     for _ in range(2):
+        for call in calls:
+            call()
         module(package, "kernels.launch.triton_compile").settle()
 
 

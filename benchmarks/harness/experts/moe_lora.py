@@ -323,11 +323,11 @@ def variant_rows(
     import torch
 
     good, error, error_baseline = cases[0].compare(lambda: run(cases[0]), factor)
-    settle(cases[0].package)
     if not is_compared(layer):
         cases[0].forget()
     torch.cuda.empty_cache()
     calls = [calls_of(case, functools.partial(run, case)) for case in cases]
+    settle(cases[0].package, [here[way]["ours"] for way in DIRECTIONS for here in calls])
     floors = layer.floors(cases[0].active)
     for name, direction, floor in zip(cases_of(layer), DIRECTIONS, floors, strict=True):
         if name not in names:

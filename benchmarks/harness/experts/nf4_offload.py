@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 
 from ..device import peak_mb
-from ..package import Built
+from ..package import Built, settle
 from ..report import Goal, Measured, Row, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD
@@ -135,6 +135,7 @@ def offload_row(
             return step()
 
     def measure() -> tuple[Times, float]:
+        settle(built.package, [step])
         turns = {"step": lambda _: step()}
         timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP)
         return timed["step"], peak_mb(step)

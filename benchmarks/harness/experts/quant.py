@@ -160,7 +160,6 @@ def layer_rows(
     for variant, strategy in variants.items():
         cases[0].use(strategy)
         gates[variant] = cases[0].compare()
-    settle(built.package)
     cases[0].forget()
     torch.cuda.empty_cache()
 
@@ -178,6 +177,10 @@ def layer_rows(
         turns["baseline"] = lambda number, baseline=baseline: baseline[number]()
         if "of_bf16" in wanted:
             turns["bf16"] = in_bfloat16(layer, built, direction, len(cases))
+        numbers = range(len(cases))
+        settle(
+            built.package, [functools.partial(call, k) for call in turns.values() for k in numbers]
+        )
         listed = {k: call for k, call in turns.items() if k in ("auto", "baseline", "bf16")}
         rest = {k: call for k, call in turns.items() if k not in listed}
         options = {

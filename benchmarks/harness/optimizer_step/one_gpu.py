@@ -330,17 +330,20 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
 
 
 def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
-    """Steps of peers, each with a part of the configurations that the peer's kernels try."""
+    """Steps of peers, each with a part of the configurations that the peer's kernels try.
+
+    Of the smallest model: kernels do not depend on sizes, and every process holds all of a model.
+    """
 
     def job(model: Model, peer: peers.Peer, number: int) -> None:
         case = StepCase(model, built)
         with peers.slice_of_tuning(number):
             case.call(case.peer(peer))(0)
 
+    model = min(BESIDE_PEERS, key=lambda model: model.bytes_moved)
     return {
         f"{model.case} {peer.name} {number}": functools.partial(job, model, peer, number)
         for peer in peers.offered("dion")
-        for model in BESIDE_PEERS
         if peers.unit(model.case, peer) not in measured
         for number in range(peers.SLICES)
     }
