@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ...moe.layout import module_layout
 from ...moe.lora import ExpertAdapters, LoraProjection, check_factor_dtype
-from ...moe.quantized.expert_weights import QuantizedWeight, expert_weight
+from ...moe.quantized.expert_weights import expert_weight
 from ...optimizers.groups.parameters import is_dtensor, local
 from ...optimizers.state.saving import gathered, pieces
 from ..models.experts import (
@@ -458,15 +458,7 @@ def _located(model: nn.Module) -> list[tuple[nn.Module, AttachedLora]]:
 
 
 def _weights(experts: nn.Module) -> dict[str, Tensor]:
-    found = {target: expert_weight(experts, target) for target in projections(experts)}
-    packed = [target for target, weight in found.items() if isinstance(weight, QuantizedWeight)]
-    if packed:
-        raise ValueError(
-            f"{', '.join(packed)} of {type(experts).__name__} are 4-bit: an adapter cannot be "
-            "merged into them without rounding it away; keep it attached, or load the model in 16 "
-            "bits to merge"
-        )
-    return {PROJECTION[target]: weight for target, weight in found.items()}
+    return {PROJECTION[target]: expert_weight(experts, target) for target in projections(experts)}
 
 
 def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
