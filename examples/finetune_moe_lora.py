@@ -27,10 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from demo.command_line import exit_status, positive_integer
 from demo.config import DemoError
 from demo.corpus import Corpus, read_corpus, windows
 from demo.device import device_name, has_bfloat16, prepare_device
 from demo.package import Package, load_first
+from demo.plots import curves
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -107,13 +109,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
     add("--out-dir", type=Path, default=Path("finetune_out"), help="default: finetune_out")
     return parser.parse_args(arguments)
-
-
-def positive_integer(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def build_model(size: Size, *, implementation: str, seed: int) -> nn.Module:
@@ -258,26 +253,16 @@ def peft_difference(model: nn.Module, folder: Path, tokens: Tensor) -> float:
 
 def plot(path: Path, runs: Iterable[Run]) -> None:
     """Train and held-out loss of the runs, one after the other."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a terminal has no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     start = 0
-    for run, color in zip(runs, ("tab:gray", "tab:blue"), strict=False):
-        axes.plot(range(start + 1, start + len(run.train) + 1), run.train, color=color, alpha=0.35)
-        steps, losses = zip(*run.held_out, strict=True)
-        label = f"{run.name}: {losses[0]:.3f} to {losses[-1]:.3f}"
-        axes.plot([start + step for step in steps], losses, color=color, label=label)
-        start += len(run.train)
-        axes.axvline(start, color="black", linestyle=":", linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte (line: held out, pale: train with router loss)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with curves(path, "loss, nats per byte (line: held out, pale: train with router loss)") as axes:
+        for run, color in zip(runs, ("tab:gray", "tab:blue"), strict=False):
+            end = start + len(run.train)
+            axes.plot(range(start + 1, end + 1), run.train, color=color, alpha=0.35)
+            steps, losses = zip(*run.held_out, strict=True)
+            label = f"{run.name}: {losses[0]:.3f} to {losses[-1]:.3f}"
+            axes.plot([start + step for step in steps], losses, color=color, label=label)
+            start = end
+            axes.axvline(start, color="black", linestyle=":", linewidth=1)
 
 
 def finetune(
@@ -351,35 +336,25 @@ def finetune(
         )
 
 
+def run(options: argparse.Namespace) -> int:
+    """Load the package and train; returns the exit status."""
+    size = SIZES["tiny" if options.tiny else "small"]
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    found = prepare_device(options.device, threads=options.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
+    package, device = load_first([found] if options.device else [found, torch.device("cpu")])
+    print(
+        f"{package.repo_id} version {package.version}, {package.variant}, on {device_name(device)}"
+    )
+    finetune(options, size, device, package)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
-    size = SIZES["tiny" if options.tiny else "small"]
-    try:
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-        found = prepare_device(options.device, threads=options.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
-        package, device = load_first([found] if options.device else [found, torch.device("cpu")])
-        print(
-            f"{package.repo_id} version {package.version}, {package.variant}, on "
-            f"{device_name(device)}"
-        )
-        finetune(options, size, device, package)
-    except DemoError as error:
-        print(f"finetune_moe_lora: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(
-            f"finetune_moe_lora: {error}; it needs transformers, peft and matplotlib "
-            "(`make setup` installs them)",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        print("finetune_moe_lora: stopped", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status("finetune_moe_lora", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from demo.config import DemoError
+from demo.command_line import add_decoder, exit_status
 from demo.model import VOCABULARY, Decoder, ModelConfig
 from demo.package import load_first
 
@@ -25,24 +25,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=5, help="first profiled step")
     parser.add_argument("--count", type=int, default=3, help="profiled steps")
     parser.add_argument("--out", type=Path, default=Path("profile_out"), help="folder of the files")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--channels", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
-    parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
+    add_decoder(parser, channels=256)
     parser.add_argument("--device", help="torch device; default: CUDA where it is, else the CPU")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> int:
+    """Train and profile; returns the exit status."""
     preferred = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        package, device = load_first([torch.device(preferred)])
-    except DemoError as error:
-        print(f"profile_step: {error}", file=sys.stderr)
-        return 2
+    package, device = load_first([torch.device(preferred)])
     opt = package.module
     config = ModelConfig(options.layers, options.channels, options.heads, options.context)
     model = Decoder(config, seed=0).to(device)
@@ -61,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in profile.files:
         print(path)
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parse(arguments)
+    return exit_status("profile_step", lambda: run(options))
 
 
 if __name__ == "__main__":

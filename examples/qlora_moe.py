@@ -34,11 +34,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from demo.command_line import exit_status, positive_integer
 from demo.config import DemoError
 from demo.corpus import read_corpus, windows
 from demo.device import device_name, prepare_device
 from demo.package import Package, load_package
-from finetune_moe_lora import Run, Size, plot, positive_integer
+from finetune_moe_lora import Run, Size, plot
 from torch import Tensor, nn
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -467,35 +468,26 @@ def train(
     }
 
 
+def run(options: argparse.Namespace) -> int:
+    """Load the package, train and write the results; returns the exit status."""
+    of_gpt_oss = options.format == "mxfp4" and options.size != "tiny"
+    size = SIZES[f"{options.size} mxfp4" if of_gpt_oss else options.size]
+    device = prepare_device(options.device, threads=options.threads)
+    if options.cuda_graph and device.type != "cuda":
+        raise DemoError(f"--cuda-graph wants a GPU, and this run is on {device}")
+    torch.use_deterministic_algorithms(False)  # what is timed is what others run
+    package = load_package(device)
+    say(f"{package.repo_id} version {package.version}, {package.variant}")
+    say(f"on {device_name(device)}, torch {torch.__version__}")
+    results = train(options, size, device, package)
+    (options.out_dir / "results.json").write_text(json.dumps(results, indent=1))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
-    of_gpt_oss = options.format == "mxfp4" and options.size != "tiny"
-    size = SIZES[f"{options.size} mxfp4" if of_gpt_oss else options.size]
-    try:
-        device = prepare_device(options.device, threads=options.threads)
-        if options.cuda_graph and device.type != "cuda":
-            raise DemoError(f"--cuda-graph wants a GPU, and this run is on {device}")
-        torch.use_deterministic_algorithms(False)  # what is timed is what others run
-        package = load_package(device)
-        say(f"{package.repo_id} version {package.version}, {package.variant}")
-        say(f"on {device_name(device)}, torch {torch.__version__}")
-        results = train(options, size, device, package)
-        (options.out_dir / "results.json").write_text(json.dumps(results, indent=1))
-    except DemoError as error:
-        print(f"qlora_moe: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(
-            f"qlora_moe: {error}; it needs transformers, safetensors and matplotlib "
-            "(`make setup` installs them)",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        print("qlora_moe: stopped", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status("qlora_moe", lambda: run(options))
 
 
 if __name__ == "__main__":

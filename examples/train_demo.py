@@ -2,7 +2,6 @@
 
     python examples/train_demo.py                       # both runs, then a table and a plot
     python examples/train_demo.py --resume              # go on after an interruption
-    python examples/train_demo.py --sweep --jobs 12     # the learning-rate sweep
 
 The text is the source of Python's standard library, found on this machine; the optimizer is the
 package in this checkout's build/ folder, loaded with `kernels.get_kernel` as any user loads it.
@@ -21,16 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from demo import report, sweep_report
+from demo import report
 from demo.checkpoint import Checkpoints
+from demo.command_line import INTERRUPTED, exit_status, positive_integer
 from demo.config import ADAMW, MUON, OPTIMIZERS, PRESETS, DemoError, Preset, RunConfig
 from demo.corpus import Corpus, read_corpus
 from demo.device import device_name, has_bfloat16, prepare_device
 from demo.package import Package, load_first
-from demo.sweep import Workplace, sweep
 from demo.training import History, Trainer, train
-
-INTERRUPTED = 130  # exit status, as the shell gives it for Ctrl-C
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,37 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--checkpoint-every", type=positive_integer, default=50, metavar="STEPS", help="default: 50"
     )
-    group = parser.add_argument_group("sweep")
-    add = group.add_argument
-    add("--sweep", action="store_true", help="try several learning rates and seeds")
-    add(
-        "--lrs-adamw",
-        type=learning_rates,
-        metavar="LR,LR",
-        help="AdamW's grid (default: the model's)",
-    )
-    add(
-        "--lrs-muon",
-        type=learning_rates,
-        metavar="LR,LR",
-        help="MuonAdamW's grid (default: likewise)",
-    )
-    add("--seeds", type=positive_integer, default=3, help="seeds per learning rate (default: 3)")
-    add(
-        "--jobs", type=positive_integer, default=1, help="runs at a time on the device (default: 1)"
-    )
-    add("--out", type=Path, metavar="PATH", help="also write the table to PATH.json and PATH.md")
-    options = parser.parse_args(arguments)
-    if options.sweep and options.resume:
-        parser.error("--sweep cannot be resumed")
-    return options
-
-
-def positive_integer(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    return parser.parse_args(arguments)
 
 
 def learning_rate(text: str) -> float:
@@ -97,13 +64,6 @@ def learning_rate(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive learning rate")
     return value
-
-
-def learning_rates(text: str) -> tuple[float, ...]:
-    values = sorted({learning_rate(part) for part in text.split(",")})
-    if len(values) < 2:
-        raise argparse.ArgumentTypeError(f"{text}: at least two learning rates are needed")
-    return tuple(values)
 
 
 def configure(
@@ -154,7 +114,7 @@ def run_demo(
 ) -> int:
     """Train with both optimizers, write plot and table; returns the exit status."""
     folder = options.out_dir
-    machine = sweep_report.machine(corpus, device, package)
+    machine = report.machine(corpus, device, package)
     stores = {
         name: Checkpoints(
             folder=folder / "checkpoints" / name.lower(),
@@ -209,38 +169,6 @@ def check_resumable(
         )
 
 
-def run_sweep(
-    options: argparse.Namespace,
-    preset: Preset,
-    template: RunConfig,
-    corpus: Corpus,
-    device: torch.device,
-    package: Package,
-) -> int:
-    """Try the learning rates of both grids, write and print the table; returns the exit status."""
-    results = sweep(
-        template,
-        {
-            ADAMW: options.lrs_adamw or preset.sweep[ADAMW],
-            MUON: options.lrs_muon or preset.sweep[MUON],
-        },
-        seeds=options.seeds,
-        jobs=options.jobs,
-        place=Workplace(
-            device=str(device),
-            threads=options.threads or max(1, torch.get_num_threads() // options.jobs),
-            corpus=options.corpus,
-            context=preset.model.context,
-            max_bytes=preset.max_bytes,
-        ),
-    )
-    where = sweep_report.machine(corpus, device, package)
-    for path in filter(None, (options.out_dir / "sweep", options.out)):
-        sweep_report.write(path, results, where)
-    print(sweep_report.to_markdown(results, where))
-    return 0
-
-
 def instead_of(found: torch.device, device: torch.device) -> str:
     """Words for the first line where a GPU is left idle, else nothing."""
     if device == found:
@@ -251,36 +179,33 @@ def instead_of(found: torch.device, device: torch.device) -> str:
     )
 
 
+def run(options: argparse.Namespace) -> int:
+    """Prepare both runs and train; returns the exit status."""
+    found = prepare_device(options.device, threads=options.threads)
+    # without --device, whatever has been built for this machine will do
+    package, device = load_first([found] if options.device else [found, torch.device("cpu")])
+    preset = PRESETS[options.model or ("gpu" if device.type == "cuda" else "cpu")]
+    corpus = read_corpus(
+        options.corpus,
+        context=preset.model.context,
+        max_bytes=preset.max_bytes,
+        device=device,
+    )
+    runs = configure(options, preset, device)
+    print(
+        f"{package.repo_id} version {package.version}, {package.variant}, on "
+        f"{device_name(device)}{instead_of(found, device)}\n"
+        f"{sum(corpus.files)} files: {len(corpus.train):,} train and "
+        f"{len(corpus.held_out):,} held-out bytes"
+    )
+    return run_demo(options, preset, runs, corpus, device, package)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
-    try:
-        found = prepare_device(options.device, threads=options.threads)
-        # without --device, whatever has been built for this machine will do
-        package, device = load_first([found] if options.device else [found, torch.device("cpu")])
-        preset = PRESETS[options.model or ("gpu" if device.type == "cuda" else "cpu")]
-        corpus = read_corpus(
-            options.corpus,
-            context=preset.model.context,
-            max_bytes=preset.max_bytes,
-            device=device,
-        )
-        runs = configure(options, preset, device)
-        print(
-            f"{package.repo_id} version {package.version}, {package.variant}, on "
-            f"{device_name(device)}{instead_of(found, device)}\n"
-            f"{sum(corpus.files)} files: {len(corpus.train):,} train and "
-            f"{len(corpus.held_out):,} held-out bytes"
-        )
-        if options.sweep:
-            return run_sweep(options, preset, runs[ADAMW], corpus, device, package)
-        return run_demo(options, preset, runs, corpus, device, package)
-    except DemoError as error:
-        print(f"train_demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("train_demo: stopped, nothing was saved since the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
+    lost = "stopped, nothing was saved since the last checkpoint"
+    return exit_status("train_demo", lambda: run(options), lost)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,11 +22,13 @@ from typing import Any
 
 import torch
 from demo.checkpoint import differences
+from demo.command_line import INTERRUPTED, add_corpus, add_decoder, exit_status
 from demo.config import DemoError, RunConfig
 from demo.corpus import Corpus, read_corpus, windows
-from demo.device import device_name, has_bfloat16, prepare_device
+from demo.device import device_name, has_bfloat16, joined
 from demo.model import Decoder, ModelConfig
 from demo.package import load_first
+from demo.plots import curves
 from demo.report import smooth
 from demo.sharded_checkpoint import ShardedCheckpoints
 from demo.training import learning_rate_factor
@@ -36,8 +37,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
-INTERRUPTED = 130  # exit status, as the shell gives it for Ctrl-C
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -45,15 +44,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--optimizer", choices=("Muon", "MuonAdamW"), default="Muon")
     add("--lr", type=float, default=8e-3, help="peak learning rate of all parameters")
     add("--steps", type=int, default=300)
-    add("--layers", type=int, default=4)
-    add("--channels", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--batch", type=int, default=24, help="sequences per step, of all ranks together")
-    add("--context", type=int, default=128, help="tokens per sequence")
+    add_decoder(parser, batch=24)  # of all ranks together
     add("--seed", type=int, default=0, help="of the weights and the batches")
     add("--replicas", type=int, default=1, help="copies of the model (HSDP), each in shards")
-    add("--corpus", type=Path, help="folder of Python files; default: the standard library's")
-    add("--out-dir", type=Path, default=Path("demo_out/fsdp2"))
+    add_corpus(parser, "demo_out/fsdp2")
     add("--save-every", type=int, default=100, help="steps between checkpoints")
     add("--async-save", action="store_true", help="write checkpoints while training goes on")
     add("--report-every", type=int, default=10, help="steps between reports of the loss")
@@ -236,37 +230,14 @@ def begin(training: Training, options: argparse.Namespace) -> ShardedCheckpoints
 
 def write_results(folder: Path, run: RunConfig, losses: list[float], held_out: float) -> None:
     """The loss curve as numbers and as a plot."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a terminal has no display
-    from matplotlib import pyplot
-
     (folder / "results.json").write_text(json.dumps({"train": losses, "held_out": held_out}))
-    figure, axes = pyplot.subplots(layout="constrained")
-    axes.plot(range(1, len(losses) + 1), smooth(losses, span=run.eval_every))
-    axes.set_xlabel("step")
-    axes.set_ylabel("train loss, nats per byte")
-    axes.set_title(f"{run.optimizer}, lr {run.lr:g}: held-out loss {held_out:.3f}")
-    axes.grid(alpha=0.3)
-    figure.savefig(folder / "loss.png", dpi=150)
-    pyplot.close(figure)
+    with curves(folder / "loss.png", "train loss, nats per byte") as axes:
+        label = f"{run.optimizer}, lr {run.lr:g}: held-out loss {held_out:.3f}"
+        axes.plot(range(1, len(losses) + 1), smooth(losses, span=run.eval_every), label=label)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, device: torch.device) -> int:
     """One rank's run; returns its exit status."""
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = prepare_device(f"cuda:{local}" if kind == "cuda" else "cpu", threads=None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not distributed.is_initialized():
-        if "RANK" not in os.environ:
-            raise DemoError(
-                "start it with torchrun, for instance: torchrun --standalone "
-                "--nproc-per-node 2 examples/train_fsdp2.py"
-            )
-        # gloo beside NCCL: saving in the background talks on the CPU.
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     package, _ = load_first([device])
     config = run_config(options, device)
     corpus = read_corpus(options.corpus, context=options.context, max_bytes=2**22, device=device)
@@ -289,15 +260,14 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    started = distributed.is_initialized()
-    try:
-        return run(parse(arguments))
-    except DemoError as error:
-        print(f"train_fsdp2: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if distributed.is_initialized() and not started:
-            distributed.destroy_process_group()
+    options = parse(arguments)
+
+    def started() -> int:
+        # gloo beside NCCL: saving in the background talks on the CPU.
+        with joined(options.device, "train_fsdp2", "cpu:gloo,cuda:nccl") as device:
+            return run(options, device)
+
+    return exit_status("train_fsdp2", started)
 
 
 if __name__ == "__main__":

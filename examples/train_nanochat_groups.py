@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo.config import DemoError
+from demo.command_line import add_corpus, add_decoder, exit_status
 from demo.corpus import read_corpus, windows
 from demo.model import Decoder, ModelConfig
 from demo.package import load_first
@@ -64,13 +64,8 @@ def schedule(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--channels", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
-    parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--corpus", type=Path, help="folder of Python files; default: the stdlib's")
-    parser.add_argument("--out-dir", type=Path, default=Path("demo_out/nanochat"))
+    add_decoder(parser)
+    add_corpus(parser, "demo_out/nanochat")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from --out-dir")
     parser.add_argument("--offload", action="store_true", help="keep the state in host memory")
@@ -103,7 +98,8 @@ def load(opt: Any, model: Decoder, optimizer: Any, folder: Path) -> int:
     return saved["step"]
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> int:
+    """Train to the end; returns the exit status."""
     preferred = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     package, device = load_first([torch.device(preferred)])
     opt = package.module
@@ -130,16 +126,13 @@ def train(options: argparse.Namespace) -> None:
             save(opt, model, optimizer, step + 1, options.out_dir)
     with torch.no_grad():
         print(f"held-out loss after {options.steps} steps: {model(*held_out).item():.6f} nats/byte")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    try:
-        train(parse(arguments))
-    except DemoError as error:
-        print(f"train_nanochat_groups: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parse(arguments)
+    return exit_status("train_nanochat_groups", lambda: train(options))
 
 
 if __name__ == "__main__":

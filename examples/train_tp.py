@@ -28,11 +28,13 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.nn.functional as F
+from demo.command_line import add_corpus, add_decoder, exit_status
 from demo.config import DemoError
 from demo.corpus import read_corpus, windows
-from demo.device import device_name, has_bfloat16, prepare_device
+from demo.device import device_name, has_bfloat16, joined
 from demo.model import Decoder, ModelConfig, rotate
 from demo.package import load_first
+from demo.plots import curves
 from demo.report import smooth
 from torch import Tensor, distributed, nn
 
@@ -51,14 +53,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--forms", nargs="+", choices=[*FORMS], help="default: all that the device has")
     add("--lr", type=float, default=3e-3)
     add("--steps", type=int, default=200)
-    add("--layers", type=int, default=4)
-    add("--channels", type=int, default=256)
-    add("--heads", type=int, default=8)
-    add("--batch", type=int, default=16, help="sequences per step")
-    add("--context", type=int, default=256, help="tokens per sequence, a part on each rank")
+    add_decoder(parser, channels=256, heads=8, batch=16, context=256)
     add("--seed", type=int, default=0, help="of the weights and the batches")
-    add("--corpus", type=Path, help="folder of Python files; default: the standard library's")
-    add("--out-dir", type=Path, default=Path("demo_out/tp"))
+    add_corpus(parser, "demo_out/tp")
     add("--device", choices=("cpu", "cuda"), help="default: CUDA where it is, else the CPU")
     return parser.parse_args(arguments)
 
@@ -179,50 +176,17 @@ def _synchronize(device: torch.device) -> None:
 
 def write_results(folder: Path, results: dict[str, dict]) -> None:
     """The curves as numbers and as a plot."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a terminal has no display
-    from matplotlib import pyplot
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results))
-    figure, axes = pyplot.subplots(layout="constrained")
-    for name, style in zip(results, ("-", "--", ":"), strict=False):
-        losses = results[name]["losses"]
-        label = f"{name}, {results[name]['step_ms']:.1f} ms a step"
-        axes.plot(range(1, len(losses) + 1), smooth(losses, span=5), style, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("train loss, nats per byte")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(folder / "loss.png", dpi=150)
-    pyplot.close(figure)
+    with curves(folder / "loss.png", "train loss, nats per byte") as axes:
+        for name, style in zip(results, ("-", "--", ":"), strict=False):
+            losses = results[name]["losses"]
+            label = f"{name}, {results[name]['step_ms']:.1f} ms a step"
+            axes.plot(range(1, len(losses) + 1), smooth(losses, span=5), style, label=label)
 
 
-def join(options: argparse.Namespace) -> torch.device:
-    """This rank's device, and the group over it: NCCL where each has a GPU of its own."""
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    local, shared = int(os.environ.get("LOCAL_RANK", "0")), False
-    if kind == "cuda":
-        gpus = torch.cuda.device_count()
-        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
-        local = 0 if shared else local
-    device = prepare_device(f"cuda:{local}" if kind == "cuda" else "cpu", threads=None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not distributed.is_initialized():
-        if "RANK" not in os.environ:
-            raise DemoError(
-                "start it with torchrun, for instance: torchrun --standalone "
-                "--nproc-per-node 2 examples/train_tp.py"
-            )
-        distributed.init_process_group("nccl" if kind == "cuda" and not shared else "gloo")
-    return device
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, device: torch.device) -> int:
     """One rank's run; returns its exit status."""
-    device = join(options)
     world = distributed.get_world_size()
     for name in ("heads", "context"):
         if getattr(options, name) % world:
@@ -252,15 +216,13 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    started = distributed.is_initialized()
-    try:
-        return run(parse(arguments))
-    except DemoError as error:
-        print(f"train_tp: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if distributed.is_initialized() and not started:
-            distributed.destroy_process_group()
+    options = parse(arguments)
+
+    def started() -> int:
+        with joined(options.device, "train_tp", "nccl") as device:
+            return run(options, device)
+
+    return exit_status("train_tp", started)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,6 @@ class Preset:
         lr: Learning rate of each optimizer.
         swept: Whether `lr` is what a sweep of this size found best (docs/benchmarks/demo-sweep.md).
             If not, the rates train well, but another one may be better for either optimizer.
-        sweep: Learning rates of each optimizer that `--sweep` tries, ascending.
     """
 
     model: ModelConfig
@@ -79,7 +78,6 @@ class Preset:
     autocast: bool
     lr: dict[str, float]
     swept: bool
-    sweep: dict[str, tuple[float, ...]]
 
 
 PRESETS = {
@@ -93,7 +91,6 @@ PRESETS = {
         autocast=False,
         lr={ADAMW: 1.6e-2, MUON: 3.2e-2},
         swept=False,
-        sweep={ADAMW: (8e-3, 1.6e-2, 3.2e-2), MUON: (1.6e-2, 3.2e-2, 6.4e-2)},
     ),
     # For two CPU cores: about a minute per run.
     "cpu": Preset(
@@ -105,10 +102,6 @@ PRESETS = {
         autocast=False,
         lr={ADAMW: 4e-3, MUON: 1.1e-2},
         swept=True,
-        sweep={
-            ADAMW: (1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2),
-            MUON: (2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.2e-2),
-        },
     ),
     # For a GPU: 12 times the parameters, 4 times the tokens per step.
     "gpu": Preset(
@@ -120,9 +113,5 @@ PRESETS = {
         autocast=True,
         lr={ADAMW: 2e-3, MUON: 4e-3},
         swept=False,
-        sweep={
-            ADAMW: (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3),
-            MUON: (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3),
-        },
     ),
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import distributed
 
 from demo.config import DemoError
 
@@ -55,3 +58,34 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def joined(kind: str | None, script: str, backend: str) -> Iterator[torch.device]:
+    """This rank's device, within a process group: `backend`, or gloo where ranks share a GPU.
+
+    Args:
+        kind: "cpu" or "cuda"; None takes CUDA where there is one.
+        script: what torchrun should have started.
+        backend: of ranks that have a GPU each.
+    """
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    local, alone = int(os.environ.get("LOCAL_RANK", "0")), False
+    if kind == "cuda":
+        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    device = prepare_device(f"cuda:{local * alone}" if kind == "cuda" else "cpu", threads=None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if distributed.is_initialized():  # by the caller, whose it stays
+        yield device
+        return
+    if "RANK" not in os.environ:
+        raise DemoError(
+            "start it with torchrun, for instance: torchrun --standalone --nproc-per-node 2 "
+            f"examples/{script}.py"
+        )
+    distributed.init_process_group(backend if alone else "gloo")
+    try:
+        yield device
+    finally:
+        distributed.destroy_process_group()

@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import torch
 from torch.optim import Optimizer
 
 from demo.config import ADAMW, MUON, OPTIMIZERS, RunConfig
+from demo.corpus import Corpus
+from demo.device import device_name
 from demo.package import Package
+from demo.plots import curves
 from demo.training import History
 
 COLOR = {ADAMW: "tab:orange", MUON: "tab:blue"}
@@ -32,40 +35,38 @@ def smooth(losses: Sequence[float], *, span: int) -> list[float]:
 
 def plot(path: Path, runs: dict[str, RunConfig], histories: dict[str, History]) -> None:
     """Draw held-out loss and smoothed train loss of both runs over the steps."""
-    matplotlib.use("Agg")  # a terminal has no display
-    from matplotlib import pyplot
+    with curves(path, "loss, nats per byte (line: held out, pale: train)") as axes:
+        for name, history in histories.items():
+            steps, losses = zip(*history.held_out, strict=True)
+            train = smooth(history.train, span=runs[name].eval_every)
+            axes.plot(range(1, len(train) + 1), train, color=COLOR[name], alpha=0.35, linewidth=1)
+            label = f"{name}, lr {runs[name].lr:g}: {losses[-1]:.3f}"
+            axes.plot(steps, losses, color=COLOR[name], label=label)
+        target = histories[ADAMW].held_out[-1][1]
+        axes.axhline(target, color=COLOR[ADAMW], linestyle=":", linewidth=1)
+        reached = steps_to(histories[MUON].held_out, target)
+        if reached is not None:
+            loss = dict(histories[MUON].held_out)[reached]
+            share = reached / runs[ADAMW].steps
+            label = f"AdamW's final loss after {reached} steps ({share:.0%})"
+            axes.plot(reached, loss, "o", color=COLOR[MUON], label=label)
+        losses = [loss for history in histories.values() for _, loss in history.held_out]
+        best = min(filter(math.isfinite, losses), default=0.0)
+        axes.set_ylim(best - 0.1, 2 * best + 0.1)  # the first steps fall through the top
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, history in histories.items():
-        steps, losses = zip(*history.held_out, strict=True)
-        train = smooth(history.train, span=runs[name].eval_every)
-        axes.plot(range(1, len(train) + 1), train, color=COLOR[name], alpha=0.35, linewidth=1)
-        label = f"{name}, lr {runs[name].lr:g}: {losses[-1]:.3f}"
-        axes.plot(steps, losses, color=COLOR[name], label=label)
-    target = histories[ADAMW].held_out[-1][1]
-    axes.axhline(target, color=COLOR[ADAMW], linestyle=":", linewidth=1)
-    reached = steps_to(histories[MUON].held_out, target)
-    if reached is not None:
-        share = reached / runs[ADAMW].steps
-        loss = dict(histories[MUON].held_out)[reached]
-        axes.plot(
-            reached,
-            loss,
-            marker="o",
-            linestyle="none",
-            color=COLOR[MUON],
-            label=f"AdamW's final loss after {reached} steps ({share:.0%})",
-        )
-    losses = [loss for history in histories.values() for _, loss in history.held_out]
-    best = min(filter(math.isfinite, losses), default=0.0)
-    axes.set_ylim(best - 0.1, 2 * best + 0.1)  # the first steps fall through the top
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte (line: held out, pale: train)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+
+def machine(corpus: Corpus, device: torch.device, package: Package) -> dict[str, Any]:
+    """What the numbers depend on besides the options."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "package": package.describe(),
+        "corpus": {
+            "files": list(corpus.files),
+            "train_bytes": len(corpus.train),
+            "sha256": corpus.digest,
+        },
+    }
 
 
 def table(
@@ -101,7 +102,7 @@ def table(
         for row, cell in zip(rows[1:], cells, strict=True):
             row.append(cell)
     ran = [f"- {name}: {line}" for name in OPTIMIZERS for line in kernels[name]]
-    note = [] if swept else ["", "Note: rates not swept for this model; --sweep finds the best."]
+    note = [] if swept else ["", "Note: rates not swept for this model; others may be better."]
     return "\n".join([markdown(rows), *note, "", "Kernels that ran:", *ran])
 
 

@@ -174,28 +174,6 @@ def test_resume_refuses_what_does_not_fit(
     assert sorted(path for path in finished.rglob("*")) == before
 
 
-def test_sweep_widens_its_grid_and_writes_its_tables(corpus: Path, forked, tmp_path: Path) -> None:
-    table = tmp_path / "tables" / "sweep-v1.0"
-    done = forked(
-        *(tmp_path, "--corpus", corpus, "--steps", 20, "--sweep", "--seeds", 1, "--jobs", 2),
-        *("--lrs-adamw", "0.004,0.016", "--lrs-muon", "0.008,0.032", "--out", table),
-    )
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "sweep.json").read_text())
-    assert content == json.loads(Path(f"{table}.json").read_text())
-    assert content["torch"] and content["device"] and content["package"]["variant"]
-    text = Path(f"{table}.md").read_text()
-    assert text in done.stdout
-    for name in OPTIMIZERS:
-        rows = [row for row in content["rows"] if row["optimizer"] == name]
-        rates = [row["lr"] for row in rows]
-        assert len(rates) == len(set(rates)) >= 3  # of two values, one is always at the edge
-        best = min(rows, key=lambda row: row["held_out"][-1])["lr"]
-        assert content["summary"]["best_lr"][name] == best
-        assert min(rates) < best < max(rates)
-        assert f"## {name}" in text
-
-
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
