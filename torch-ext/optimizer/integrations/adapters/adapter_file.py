@@ -86,7 +86,8 @@ def save_peft_adapter(
     name = adapter_name or active_adapter(model)
     known = known_adapters(model)
     if name not in known:
-        raise ValueError(f"adapter_name={name!r} is not attached; there are {known}")
+        said = f"adapter_name={name!r} is not attached; there are {known}"
+        raise ValueError(said if known else "the model has no LoRA to save; attach_lora first")
     _check_complete(model, name)
     reshard(model)
     found, config = (injection.contents if injection.is_injected(model) else _contents)(model, name)

@@ -140,12 +140,12 @@ def _check_modules(model: nn.Module, config: Any) -> None:
             except re.error as error:
                 raise ValueError(f"{key}={wanted!r:.99} is no pattern: {error}") from error
             continue
-        for one in sorted(wanted):
-            if not any(ends(name, one) for name in names):
-                raise ValueError(
-                    f"{key}: {one!r} is not found, no module has that name; a model's experts are "
-                    "stacks that have LoRA without being named here, so name the other modules"
-                )
+        missed = [one for one in sorted(wanted) if not any(ends(name, one) for name in names)]
+        if missed:
+            raise ValueError(
+                f"{key}: {missed} are names of no modules; a model's experts are stacks that have "
+                "LoRA without being named here, so name the other modules alone"
+            )
 
 
 def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:

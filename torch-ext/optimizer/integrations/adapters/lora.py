@@ -117,8 +117,8 @@ def attach_lora(
         ValueError: no experts, an unknown target, a name in use, an option that experts do not
             support, ranks that share the model out, a dtype that cannot train, or stacks that
             cannot be quantised here; nothing has changed then.
-        TypeError: an unknown keyword, peft_config is no LoraConfig or model no module; nothing has
-            changed then.
+        TypeError: an unknown keyword, a LoraConfig in the place of r, peft_config that is none, or
+            a model that is no module; nothing has changed then.
         ImportError: transformers is not installed, or PEFT where it is needed.
     """
     for name in unknown:
@@ -180,6 +180,8 @@ def _check_options(options: dict[str, Any], *, alone: bool) -> None:
         names = value if isinstance(value, (list, tuple, set)) else [value]
         if value is not None and not all(isinstance(entry, str) for entry in names):
             raise ValueError(f"{name} must be a sequence of names, got {value!r:.99}")
+    if hasattr(options["r"], "peft_type"):
+        raise TypeError(f"r must be a rank; write peft_config={type(options['r']).__name__}(...)")
     if alone:
         AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"]).check()
         return
@@ -479,7 +481,10 @@ def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
     """Raise ValueError if a model can take no further adapter, or none of this name and dtype."""
     check_factor_dtype(dtype)
     if next(experts_modules(model), None) is None:
-        raise ValueError(f"nothing to put LoRA on: {why_no_experts(model)}")
+        raise ValueError(
+            f"nothing to put LoRA on: {why_no_experts(model)}; PEFT's get_peft_model puts LoRA on "
+            "other modules"
+        )
     check_attachable(model)
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
