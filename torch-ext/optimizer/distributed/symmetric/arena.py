@@ -123,6 +123,7 @@ class Arena:
         self.living.view(torch.int32).fill_(1)  # 0: the rank has given up
         self.word_at_all = [memory[mine : mine + WORD] for memory in memories]
         self._alive = torch.ones((), dtype=torch.float32, device=device)
+        self._alive_bytes = self._alive.view(1).view(torch.uint8)
         self._stream, self._seen = None, self._status
         self._noted: torch.cuda.Event | None = None  # behind the last copy of the status
         if device.type == "cuda":
@@ -192,7 +193,7 @@ class Arena:
 
         What a step multiplies its rates by.
         """
-        self.zeros_unless_alive(self._alive.view(1).view(torch.uint8))
+        self.zeros_unless_alive(self._alive_bytes)
         return self._alive
 
     def zeros_unless_alive(self, made: Tensor) -> None:

@@ -125,6 +125,20 @@ def wait_signals(
     number, epoch = check_epoch("value", value, flags)
     if next is not None:
         check_epoch("next", next, flags)
+    if dispatch.runs_compiled("wait_signals", flags.device):
+        try:
+            ops.wait_signals(flags, number, epoch, timeout_ms, status, next, [*clear])
+        except RuntimeError:
+            _check_cleared(clear, flags)  # says in full what the op refused
+            raise
+        return
+    _check_cleared(clear, flags)
+    if flags.device.type != "meta":
+        number = number if epoch is None else epoch.item()
+        reference.wait_signals(flags, number, timeout_ms, status, next, clear)
+
+
+def _check_cleared(clear: Sequence[Tensor], flags: Tensor) -> None:
     if len(clear) > MOST_CLEARED:
         raise ValueError(f"clear may have at most {MOST_CLEARED} tensors, got {len(clear)}")
     for k, one in enumerate(clear):
@@ -135,11 +149,6 @@ def wait_signals(
                 f"{one.stride()}; pass x.view(torch.uint8)"
             )
         check_device(f"clear[{k}]", one, flags, "flags")
-    if dispatch.runs_compiled("wait_signals", flags.device):
-        ops.wait_signals(flags, number, epoch, timeout_ms, status, next, [*clear])
-    elif flags.device.type != "meta":
-        number = number if epoch is None else epoch.item()
-        reference.wait_signals(flags, number, timeout_ms, status, next, clear)
 
 
 def check_signals(name: str, flags: object) -> Tensor:

@@ -163,9 +163,9 @@ class DistributedConfig:
             them contributions leave as soon as gradients are whole, as many as `prefetch` and
             `in_flight_bytes` let a step have under way. Gradients are not to be changed behind
             that: the step would raise. `timeout_ms` is then how far a rank may be behind another in
-            backward, too. Where nothing can leave, that is said once; see `strict`. Leave
-            `wire_dtype` at float32 with it, let all parameters require a gradient in the first
-            step, and give 0 where backward is captured in a CUDA graph.
+            backward, too. Where nothing can leave, that is said once; see `strict`. It cannot in
+            float16, of a chunk with a frozen parameter and those behind it, and from the first
+            backward pass on that is captured in a CUDA graph.
 
     Raises:
         ValueError, TypeError: the message names the field.
