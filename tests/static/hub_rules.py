@@ -10,6 +10,8 @@ from .project import aliases, dotted, executed_at_import, parse, place, read_tex
 REGISTRATIONS = frozenset(
     {
         "custom_op",
+        "define",
+        "impl",
         "triton_op",
         "register_autograd",
         "register_autocast",
@@ -19,6 +21,7 @@ REGISTRATIONS = frozenset(
         "register_vmap",
     }
 )
+DEFINITIONS = ("custom_op", "define", "triton_op")
 PREFIX = "add_op_namespace_prefix"
 
 # kernel-builder writes these; committed copies collide with it.
@@ -83,12 +86,12 @@ def op_prefix_findings(package: Path) -> list[str]:
 
 
 def defined_ops(package: Path) -> dict[str, Path]:
-    """Ops that Python defines (`custom_op`, `triton_op`) and the file that does."""
+    """Ops that Python defines and the file that does."""
     found = {}
     for path, tree in _files(package):
         known = aliases(tree)
         for node, _ in _registrations(tree, known):
-            if not isinstance(node, ast.Call) or _last(node.func) not in ("custom_op", "triton_op"):
+            if not isinstance(node, ast.Call) or _last(node.func) not in DEFINITIONS:
                 continue
             if node.args and _is_prefixed(node.args[0]):
                 found[node.args[0].args[0].value] = path

@@ -14,12 +14,12 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import define, impl, register_fake
 
 from ..._ops import add_op_namespace_prefix, ops
 from ...dispatch import TRITON_PATHS, experts_path_name
 from ...reference import moe as reference
-from ..checks import INTEGERS, check_tensor, on_device_of
+from ..checks import INTEGERS, check_tensor
 from ..launch.launch_plan import replayed
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
@@ -93,7 +93,16 @@ def tile_rows_for(rows: int, num_experts: int) -> int:
     return LARGEST_TILE_ROWS
 
 
-@custom_op(add_op_namespace_prefix("expert_sort"), mutates_args=())
+# Without `custom_op`, whose care for gradients takes half of a call: integers have none.
+define(
+    add_op_namespace_prefix("expert_sort"),
+    "(Tensor expert_ids, int num_experts, int tile_rows, str path) -> "
+    "(Tensor slots, Tensor rows, Tensor offsets, Tensor tiles)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@impl(add_op_namespace_prefix("expert_sort"), "default")
 def _expert_sort(
     expert_ids: Tensor,  # (T, k)
     num_experts: int,
@@ -103,12 +112,12 @@ def _expert_sort(
     if path in TRITON_PATHS and expert_ids.numel() > 0:
         from .rows_triton import expert_sort_triton
 
-        with on_device_of(expert_ids):
-            ids, constants = expert_ids.contiguous(), (num_experts, tile_rows)
-            return tuple(replayed("expert_sort", expert_sort_triton, (ids,), constants))
+        ids, constants = expert_ids.contiguous(), (num_experts, tile_rows)
+        return tuple(replayed("expert_sort", expert_sort_triton, (ids,), constants))
     return reference.expert_sort(expert_ids, num_experts, tile_rows)
 
 
+@register_fake(add_op_namespace_prefix("expert_sort"))
 def _fake(expert_ids, num_experts, tile_rows, path):
     rows = expert_ids.numel()
     new = expert_ids.new_empty
@@ -118,9 +127,6 @@ def _fake(expert_ids, num_experts, tile_rows, path):
         new((num_experts + 1,), dtype=torch.int64),
         new((reference.tile_bound(rows, num_experts, tile_rows), 3), dtype=torch.int64),
     )
-
-
-_expert_sort.register_fake(_fake)
 
 
 def check_ids(expert_ids: Tensor, num_experts: int) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd.function import once_differentiable
+from torch.library import define, impl, register_autograd, register_fake
 
 from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
-from ..checks import gradient_like, on_device_of, refuse_forward_mode
+from ..checks import gradient_like, refuse_forward_mode
 from ..launch.launch_plan import replayed
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights, GatedLayer
@@ -65,16 +66,25 @@ def _played(name: str, function: Callable[..., Any], arguments: Sequence[Any]) -
         tensors, plain = both[:-1], both[-1]
         return function(*(p if t is None else t for t, p in zip(tensors, plain, strict=True)))
 
-    with on_device_of(arguments[0]):
-        return tuple(replayed(name, run, operands, (constants,)))
+    return tuple(replayed(name, run, operands, (constants,)))
 
 
-@custom_op(
+# Without `custom_op`, whose wrappers take the host as long as what they wrap.
+define(
     add_op_namespace_prefix("gated_experts"),
-    mutates_args=(),
-    schema=f"(Tensor x, {_LAYER}, str activation, bool interleaved, bool keeps) -> "
+    f"(Tensor x, {_LAYER}, str activation, bool interleaved, bool keeps) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
+define(
+    add_op_namespace_prefix("gated_experts_backward"),
+    "(Tensor grad, Tensor wide, Tensor xa1, Tensor xa2, Tensor x, "
+    f"{_LAYER}, str activation, bool interleaved, int wants) -> ({', '.join(['Tensor'] * 10)})",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@impl(add_op_namespace_prefix("gated_experts"), "default")
 def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from .gated_launch_triton import gated_experts_triton
 
@@ -85,6 +95,7 @@ def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tenso
     return _played("gated_experts", forward, (x, *arguments))
 
 
+@register_fake(add_op_namespace_prefix("gated_experts"))
 def _fake(x, *arguments):
     first, second, order, gates, *_, keeps = opened(arguments)
     total = order.slots.shape[0]
@@ -96,12 +107,7 @@ def _fake(x, *arguments):
     )
 
 
-@custom_op(
-    add_op_namespace_prefix("gated_experts_backward"),
-    mutates_args=(),
-    schema="(Tensor grad, Tensor wide, Tensor xa1, Tensor xa2, Tensor x, "
-    f"{_LAYER}, str activation, bool interleaved, int wants) -> ({', '.join(['Tensor'] * 10)})",
-)
+@impl(add_op_namespace_prefix("gated_experts_backward"), "default")
 def _gated_experts_backward(
     grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
 ) -> tuple[Tensor, ...]:
@@ -122,6 +128,7 @@ def _flags(wants: int) -> tuple[bool, ...]:
     return tuple(bool(wants >> bit & 1) for bit in range(10))
 
 
+@register_fake(add_op_namespace_prefix("gated_experts_backward"))
 def _fake_backward(grad, wide, xa1, xa2, x, *arguments):
     first, second, _, gates, *_, wants = opened(arguments)
     flags = _flags(wants)
@@ -145,7 +152,12 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*output[1:], *(inputs[n] for n in ctx.places))
 
 
-def _backward(ctx, grad, *_):
+def _backward(ctx, *grads):
+    run = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
+    return run(ctx, *grads)
+
+
+def _gradients(ctx, grad, *_):
     count = len(ctx.arguments) + 1
     if grad is None:
         return (None,) * count
@@ -165,9 +177,7 @@ def _backward(ctx, grad, *_):
     return tuple(gradients)
 
 
-_gated_experts.register_fake(_fake)
-_gated_experts_backward.register_fake(_fake_backward)
-_gated_experts.register_autograd(_backward, setup_context=_save)
+register_autograd(add_op_namespace_prefix("gated_experts"), _backward, setup_context=_save)
 
 
 def gated_experts(layer: GatedLayer) -> Tensor:

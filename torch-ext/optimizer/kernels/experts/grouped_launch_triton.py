@@ -280,65 +280,97 @@ def grouped_product(  # noqa: PLR0913
 
     `early`: it begins beside its predecessor, and waits for it before it reads low and factor.
     """
-    experts, k, n = weight.shape
+    _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, order.tile_rows, k, n, direction if other is None else "dots", rank)
-    count, gates = order.tiles.shape[0], None if gates is None else gates.contiguous()
-
-    def launch_columns(columns: slice, factor: Tensor | None, dots: Tensor | None = None) -> None:
-        if count == 0:
-            return
-        here, to = weight[:, :, columns], None if out is None else out[:, columns]
-        offset, width = None if bias is None else bias[:, columns], here.shape[2]
-        column_tiles = triton.cdiv(width, tile.columns)
-        launch(_grouped_product, (count * column_tiles,))(
-            x,
-            here,
-            low,
-            here if factor is None else factor,
-            here if offset is None else offset,
-            here if gates is None else gates,
-            here if other is None else other,
-            order.slots,
-            order.tiles,
-            here if to is None else to,
-            here if dots is None else dots,
-            k,
-            width,
-            rank,
-            experts,
-            order.slots.shape[0],
-            count,
-            column_tiles,
-            *x.stride(),
-            *here.stride(),
-            *((0, 0, 0) if factor is None else factor.stride()),
-            *((0, 0) if offset is None else offset.stride()),
-            *((0, 0) if other is None else other.stride()),
-            0 if to is None else to.stride(0),
-            FAN=fan,
-            OTHER_FAN=other_fan,
-            SCATTER=scatter,
-            LORA=factor is not None,
-            BIAS=offset is not None,
-            GATED=gates is not None,
-            DOTS=other is not None,
-            STORES=to is not None,
-            **product_options(x, tile, k, width, rank, early=early),
-        )
-
+    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
     if other is not None:
-        parts = (triton.cdiv(n, tile.columns), order.slots.shape[0])
-        dots = torch.empty(parts, dtype=torch.float32, device=x.device)
+        dots = torch.empty(
+            (triton.cdiv(n, tile.columns), order.slots.shape[0]),
+            dtype=torch.float32,
+            device=x.device,
+        )
         factor = None if factor is None else packed(factor, x.dtype)
-        launch_columns(slice(0, n), factor, dots)
+        operands = (x, weight, low, factor, order, out)
+        launch_product(*operands, bias=bias, other=other, dots=dots, other_fan=other_fan, **common)
         return dots.sum(0)
     ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
     for first, end in ranges:
         columns = slice(first, end if factor is not None else n)
-        part = None if factor is None else factor[:, :, columns]
-        launch_columns(columns, packed(part, x.dtype) if part is not None and packs else part)
+        here = None if factor is None else factor[:, :, columns]
+        launch_product(
+            x,
+            weight[:, :, columns],
+            low,
+            packed(here, x.dtype) if factor is not None and packs else here,
+            order,
+            None if out is None else out[:, columns],
+            bias=None if bias is None else bias[:, columns],
+            **common,
+        )
     return None
+
+
+def launch_product(  # noqa: PLR0913
+    x: Tensor,
+    weight: Tensor,
+    low: Tensor,
+    factor: Tensor | None,
+    order: ExpertOrder,
+    out: Tensor | None,
+    *,
+    tile: config.Tile,
+    fan: int,
+    scatter: bool,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+    other: Tensor | None = None,
+    other_fan: int = 0,
+    dots: Tensor | None = None,  # (column tiles, R)
+    early: bool = False,
+) -> None:
+    """One launch of `grouped_product`, which chose the tile."""
+    experts, k, n = weight.shape
+    rank = 0 if factor is None else factor.shape[1]
+    column_tiles = triton.cdiv(n, tile.columns)
+    count = order.tiles.shape[0]
+    if count == 0:
+        return
+    launch(_grouped_product, (count * column_tiles,))(
+        x,
+        weight,
+        low,
+        weight if factor is None else factor,
+        weight if bias is None else bias,
+        weight if gates is None else gates.contiguous(),
+        weight if other is None else other,
+        order.slots,
+        order.tiles,
+        weight if out is None else out,
+        weight if dots is None else dots,
+        k,
+        n,
+        rank,
+        experts,
+        order.slots.shape[0],
+        count,
+        column_tiles,
+        *x.stride(),
+        *weight.stride(),
+        *((0, 0, 0) if factor is None else factor.stride()),
+        *((0, 0) if bias is None else bias.stride()),
+        *((0, 0) if other is None else other.stride()),
+        0 if out is None else out.stride(0),
+        FAN=fan,
+        OTHER_FAN=other_fan,
+        SCATTER=scatter,
+        LORA=factor is not None,
+        BIAS=bias is not None,
+        GATED=gates is not None,
+        DOTS=other is not None,
+        STORES=out is not None,
+        **product_options(x, tile, k, n, rank, early=early),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

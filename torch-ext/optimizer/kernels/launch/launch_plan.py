@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import dispatch
 from ..._ops import ops
+from ..checks import on_device_of
 from .plan_memory import Span, arranged
 from .triton_compile import Kernel, Loaded, compile_kernel, specialization
 
@@ -191,7 +192,10 @@ def replayed(
         if _NO_MEMORY not in str(error):
             raise
         played = ()  # Nothing was written; launched from Python, torch says that memory ran out.
-    return played or function(*operands, *constants)
+    if played:
+        return played
+    with on_device_of(present[0]):
+        return function(*operands, *constants)
 
 
 def prepare(
@@ -252,7 +256,7 @@ def _recorded(
         raise ValueError(f"tensors are on {' and '.join(sorted(places))}; move them to one device")
     recording = Recording(present)
     try:
-        with torch.cuda.device_of(present[0]):
+        with on_device_of(present[0]):
             if ahead is not None:
                 ahead()
             with recording.on():
