@@ -2,6 +2,7 @@
 
     python examples/train_demo.py                       # both runs, then a table and a plot
     python examples/train_demo.py --resume              # go on after an interruption
+    python examples/train_demo.py --sweep --jobs 12     # the learning-rate sweep
 
 The text is the source of Python's standard library, found on this machine; the optimizer is the
 package in this checkout's build/ folder, loaded with `kernels.get_kernel` as any user loads it.
@@ -27,6 +28,7 @@ from demo.config import ADAMW, MUON, OPTIMIZERS, PRESETS, DemoError, Preset, Run
 from demo.corpus import Corpus, read_corpus
 from demo.device import device_name, has_bfloat16, prepare_device
 from demo.package import Package, load_first
+from demo.sweep import sweep, write
 from demo.training import History, Trainer, train
 
 
@@ -56,7 +58,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--checkpoint-every", type=positive_integer, default=50, metavar="STEPS", help="default: 50"
     )
-    return parser.parse_args(arguments)
+    add("--sweep", action="store_true", help="try seven learning rates each, and more seeds")
+    add("--seeds", type=positive_integer, default=3, help="of the sweep (default: 3)")
+    add("--jobs", type=positive_integer, default=1, help="runs of the sweep at a time (default: 1)")
+    options = parser.parse_args(arguments)
+    if options.sweep and options.resume:
+        parser.error("--sweep cannot be resumed")
+    return options
 
 
 def learning_rate(text: str) -> float:
@@ -185,12 +193,8 @@ def run(options: argparse.Namespace) -> int:
     # without --device, whatever has been built for this machine will do
     package, device = load_first([found] if options.device else [found, torch.device("cpu")])
     preset = PRESETS[options.model or ("gpu" if device.type == "cuda" else "cpu")]
-    corpus = read_corpus(
-        options.corpus,
-        context=preset.model.context,
-        max_bytes=preset.max_bytes,
-        device=device,
-    )
+    limits = {"context": preset.model.context, "max_bytes": preset.max_bytes}
+    corpus = read_corpus(options.corpus, **limits, device=device)
     runs = configure(options, preset, device)
     print(
         f"{package.repo_id} version {package.version}, {package.variant}, on "
@@ -198,7 +202,20 @@ def run(options: argparse.Namespace) -> int:
         f"{sum(corpus.files)} files: {len(corpus.train):,} train and "
         f"{len(corpus.held_out):,} held-out bytes"
     )
-    return run_demo(options, preset, runs, corpus, device, package)
+    if not options.sweep:
+        return run_demo(options, preset, runs, corpus, device, package)
+    rows = sweep(
+        runs,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        device=str(device),
+        threads=options.threads or max(1, torch.get_num_threads() // options.jobs),
+        text={"folder": options.corpus} | limits,
+    )
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    machine = report.machine(corpus, device, package)
+    print(write(options.out_dir / "sweep", rows, runs[ADAMW], machine))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

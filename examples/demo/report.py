@@ -102,7 +102,7 @@ def table(
         for row, cell in zip(rows[1:], cells, strict=True):
             row.append(cell)
     ran = [f"- {name}: {line}" for name in OPTIMIZERS for line in kernels[name]]
-    note = [] if swept else ["", "Note: rates not swept for this model; others may be better."]
+    note = [] if swept else ["", "Note: rates not swept for this model; --sweep finds the best."]
     return "\n".join([markdown(rows), *note, "", "Kernels that ran:", *ran])
 
 

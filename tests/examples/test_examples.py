@@ -174,6 +174,31 @@ def test_resume_refuses_what_does_not_fit(
     assert sorted(path for path in finished.rglob("*")) == before
 
 
+def test_sweep_finds_rates_inside_its_grids(corpus: Path, forked, tmp_path: Path) -> None:
+    given = ("--steps", 20, "--sweep", "--seeds", 1, "--jobs", 2)
+    done = forked(tmp_path, "--corpus", corpus, *given)
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert content["torch"] and content["device"] and content["package"]["variant"]
+    text = (tmp_path / "sweep.md").read_text()
+    assert text in done.stdout
+    for name in OPTIMIZERS:
+        rows = [row for row in content["rows"] if row["optimizer"] == name]
+        rates = [row["lr"] for row in rows]
+        assert len(rates) == len(set(rates)) >= 7
+        best = min(rows, key=lambda row: row["held_out"][-1])["lr"]
+        assert content["summary"]["best_lr"][name] == best
+        assert min(rates) < best < max(rates)
+        assert f"## {name}" in text
+
+
+def test_sweep_widens_a_grid_at_its_best_edge(demo) -> None:
+    beyond = demo("sweep").beyond_the_edge
+    assert beyond({0.01: 3.0, 0.02: 2.0, 0.04: 2.5}) == []
+    assert beyond({0.01: 2.0, 0.02: 2.5, 0.04: float("inf")}) == [0.005]
+    assert beyond({0.01: 3.0, 0.02: 2.5, 0.04: 2.0}) == [0.08]
+
+
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
