@@ -16,20 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from .. import compile_ahead
-from ..device import peak_mb
+from ..device import copy_call, peak_mb
+from ..elementwise import Dequant, DequantCase
 from ..package import Built, settle
 from ..progress import Progress
-from ..report import (
-    Goal,
-    Measured,
-    Row,
-    failed,
-    floor_ms,
-    judged,
-    line,
-    passed,
-    said,
-)
+from ..report import Goal, Measured, Row, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import nf4_traffic
 from .goals import COPY, COPY_FEW, packed_goals
@@ -246,83 +237,52 @@ def guarded(
             yield row, f"{line(row, gigabytes=0)}  {type(error).__name__}: {said_last}"
 
 
-class Stacks:
-    """The two projections of a model in NF4, bits at random, and which experts are decoded."""
-
-    def __init__(self, sizes: tuple[int, int, int, int], active: int, seed: int) -> None:
-        import torch
-
-        experts, hidden, intermediate, _ = sizes
-        generator = torch.Generator("cuda").manual_seed(seed)
-        self.shapes = ((2 * intermediate, hidden), (hidden, intermediate))
-        self.ids = torch.randperm(experts, device="cuda", generator=generator)[:active]
-        self.stacks = []
-        for rows, columns in self.shapes:
-            elements = experts * rows * columns
-            packed = torch.randint(
-                0, 256, (elements // 2,), dtype=torch.uint8, device="cuda", generator=generator
-            )
-            absmax = torch.rand(elements // BLOCKSIZE, device="cuda", generator=generator)
-            self.stacks.append((packed, absmax))
-        self.bytes = int(sum(active * r * c for r, c in self.shapes) * (BYTES + 2))
-        self.copied = torch.empty(2, self.bytes // 2, dtype=torch.uint8, device="cuda")
-
-    def ours(self, package: Any) -> list:
-        """The named experts."""
-        return [
-            package.nf4_dequant(*stack, self.ids, shape, BLOCKSIZE)
-            for stack, shape in zip(self.stacks, self.shapes, strict=True)
-        ]
-
-    def baseline(self) -> list:
-        """bitsandbytes: the whole stacks, then the named ones, if these are not all."""
-        import torch
-
-        found = []
-        for (packed, absmax), shape in zip(self.stacks, self.shapes, strict=True):
-            whole = torch.ops.bitsandbytes.dequantize_4bit.default(
-                packed.view(-1, 1),
-                absmax,
-                BLOCKSIZE,
-                "nf4",
-                (packed.numel() * 2 // (shape[0] * shape[1]), *shape),
-                torch.bfloat16,
-            )
-            found.append(whole[self.ids])
-        return found
-
-
 def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
-    """Decoding alone, beside a copy of as many bytes."""
-    import bitsandbytes  # noqa: F401  registers its ops
+    """Decoding so many experts of both projections, beside a copy of as many bytes.
+
+    bitsandbytes decodes whole stacks, of which it then takes the named experts, if these are not
+    all.
+    """
     import torch
 
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    probe = Stacks(sizes, active, 0)
-    sets = [probe, *(Stacks(sizes, active, s) for s in range(1, cold_sets(probe.bytes, l2)))]
-    pairs = zip(probe.ours(built.package), probe.baseline(), strict=True)
+    experts, hidden, intermediate, _ = sizes
+    shapes = (2 * intermediate, hidden), (hidden, intermediate)
+    moved = int(sum(active * rows * columns for rows, columns in shapes) * (BYTES + 2))
+    count = cold_sets(moved, torch.cuda.get_device_properties(0).L2_cache_size)
+    stacks = [DequantCase(Dequant(experts, *shape), built, count) for shape in shapes]
+    copies = [copy_call(moved) for _ in range(count)]
+    ids = None
+    if active < experts:
+        ids = torch.randperm(experts, device="cuda")[:active]
+        for stack in stacks:
+            stack.ids = ids
+
+    def ours(number: int) -> list:
+        return [stack.ours(number) for stack in stacks]
+
+    def baseline(number: int) -> list:
+        whole = [stack.baseline(number) for stack in stacks]
+        return whole if ids is None else [stack[ids] for stack in whole]
+
+    pairs = zip(ours(0), baseline(0), strict=True)
     if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs):
         row = failed(name)
         return row, line(row, gigabytes=0)
-    turns = {
-        "ours": lambda number: sets[number].ours(built.package),
-        "baseline": lambda number: sets[number].baseline(),
-        "copy": lambda number: sets[number].copied[0].copy_(sets[number].copied[1]),
-    }
-    found = times(turns, sets=len(sets))
+    turns = {"ours": ours, "baseline": baseline, "copy": lambda number: copies[number](number)}
+    found = times(turns, sets=count)
     measured = Measured(
         times=found["ours"],
-        floor_ms=floor_ms(bytes_moved=probe.bytes, flops=0),
-        baseline="bitsandbytes dequantize_4bit",
+        floor_ms=floor_ms(bytes_moved=moved, flops=0),
+        baseline=stacks[0].baseline_name,
         baseline_times=found["baseline"],
         error=0.0,
         error_baseline=0.0,
-        peak_mb=peak_mb(lambda: probe.ours(built.package)),
+        peak_mb=peak_mb(lambda: ours(0)),
     )
-    bound = COPY if active == sizes[0] else COPY_FEW
+    bound = COPY if ids is None else COPY_FEW
     rate = found["copy"].ms / found["ours"].ms
     row = judged(passed(name, measured), {"of_copy": Goal(bound, True)}, {"of_copy": rate})
-    return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=found["copy"].ms) + said(row)
+    return row, line(row, gigabytes=moved / 1e9, copy_ms=found["copy"].ms) + said(row)
 
 
 def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, ...]]]:
