@@ -204,7 +204,7 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("entry", "some", "count"),
     [
-        ("elementwise", "adamw/65536x1280/float32", 44),
+        ("elementwise", "adamw/65536x1280/float32", 24),
         ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 100),
         ("quant", "offload/Qwen3-30B-A3B", 56),
         ("one_gpu", "llama-1B/1gpu/heavy/fsdp2", 7),
@@ -248,9 +248,10 @@ def test_cases_are_measured_again_in_a_file_of_the_same_sources(harness, tmp_pat
     path = tmp_path / "toy.json"
     head = dict.fromkeys(harness.progress.SAME, "x")
     rows = [harness.report.failed(case, "auto") for case in ("a", "b", "c")]
+    rows.append(harness.report.failed("a", "peer"))
     harness.report.write(path, head, rows)
     _, kept, done = harness.progress.continued(path, head, ["b"])
-    assert [row.case for row in kept] == ["a", "c"] and done == {"a", "c"}
+    assert [row.case for row in kept] == ["a", "c", "a"] and done == {"a", "c", "a [peer]"}
     with pytest.raises(ValueError, match="has no row of d"):
         harness.progress.continued(path, head, ["b", "d"])
     with pytest.raises(ValueError, match="the file has commit x, this is y"):

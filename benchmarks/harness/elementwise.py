@@ -96,7 +96,7 @@ class Dequant:
 LISTED_DEQUANTS = (Dequant(128, 1536, 2048),)
 
 
-def random_dequants(seed: int, count: int = 20) -> list[Dequant]:
+def random_dequants(seed: int, count: int = 10) -> list[Dequant]:
     """Shapes that nobody tuned for: every second one with sizes of no particular divisibility."""
     rng = random.Random(seed)
     problems = []
@@ -261,7 +261,7 @@ LISTED_GROUPS = (
 )
 
 
-def random_groups(seed: int, count: int = 20) -> list[Group]:
+def random_groups(seed: int, count: int = 10) -> list[Group]:
     """1 to 400 tensors of 1 to 10^8 elements each, sizes of no particular divisibility."""
     rng = random.Random(seed)
     groups = []
@@ -432,7 +432,7 @@ class GroupCase:
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """Every row of the file: the listed cases, then 20 shapes of either kind from the commit."""
+    """Every row of the file: the listed cases, then 10 shapes of either kind from the commit."""
     import torch
 
     seed = int(built.commit[:8], 16)

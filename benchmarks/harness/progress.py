@@ -230,5 +230,5 @@ def continued(
     if unknown := again - {entry["case"] for entry in earlier["rows"]}:
         raise ValueError(f"has no row of {', '.join(sorted(unknown))}")
     rows = [Row(**entry) for entry in earlier["rows"] if entry["case"] not in again]
-    done = {*earlier.get("done", ()), *(row.case for row in rows)}
+    done = {*earlier.get("done", ()), *(key for row in rows for key in (row.case, name_of(row)))}
     return {key: earlier[key] for key in head}, rows, done - again
