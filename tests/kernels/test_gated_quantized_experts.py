@@ -25,6 +25,7 @@ class Problem(LayerProblem):
     strategy: str = "fused"
     quant_type: str = "nf4"
     blocksize: int = 32  # of nf4
+    nested: bool = False
     wanted: tuple[str, ...] = NAMES
 
 
@@ -44,6 +45,7 @@ class Layer:
         for shape in ((e, 2 * i, h), (e, h, i)):
             weight = normal(*shape, std=shape[-1] ** -0.5)
             options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
+            options |= {"nested": True} if problem.nested else {}
             options["quant_type"] = problem.quant_type
             experts = moe.QuantizedExperts.from_weight(weight, **options)
             experts.strategy = problem.strategy

@@ -42,7 +42,6 @@ def rows(width: int = STORED[2], dtype: torch.dtype = torch.bfloat16) -> torch.T
 
 REFUSED = {
     "bfloat16, got torch.float16": {"x": rows(dtype=torch.float16)},
-    "absmax is nested": {"stack": stack(nested=(torch.ones(256), torch.ones(1), torch.ones(1)))},
     "64 or more and divide K, got 32": {"stack": stack(blocksize=32)},
     "64 or more and divide K, got 256": {"stack": stack(blocksize=256)},
     "multiple of 64 and scales start on 4 bytes, got K = 96": {
@@ -54,7 +53,6 @@ REFUSED = {
     "or more, got K = 128 and 32 columns": {"stack": stack(blocksize=32, kind="fp8")},
     "at most 512 experts": {"stack": stack((513, 8, 64))},
     "N must be a multiple of 8": {"stack": stack((3, 36, 128))},
-    "multiple of 8, got 12": {"rank": 12},
     "packed must start": {"stack": stack(packed=torch.zeros(6145, dtype=torch.uint8)[1:])},
     "rows of x": {"x": rows(STORED[2] + 1)[:, 1:]},
     "rows of x may take 64 GiB": {
@@ -65,12 +63,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_it_cannot_take_is_said_in_words(module, reason):
-    arguments = {"x": rows(), "stack": stack(), "rank": 16, **REFUSED[reason]}
+    arguments = {"x": rows(), "stack": stack(), **REFUSED[reason]}
     assert reason in module.refusal(**arguments)
-    assert module.refusal(rows(), stack(), 16) is None
-    assert module.refusal(rows(), stack(blocksize=128), 0) is None
-    assert module.refusal(rows(), stack(blocksize=32, kind="mxfp4"), 8) is None
-    assert module.refusal(rows(), stack((3, 32, 48), 48, kind="fp8"), 8) is None
+    assert module.refusal(rows(), stack()) is None
+    assert module.refusal(rows(), stack(blocksize=128)) is None
+    assert module.refusal(rows(), stack(blocksize=32, kind="mxfp4")) is None
+    assert module.refusal(rows(), stack((3, 32, 48), 48, kind="fp8")) is None
 
 
 def test_refused_operands_raise_before_the_op(module):
@@ -99,7 +97,7 @@ def on_device(device):
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("last", (True, False))
-@pytest.mark.parametrize("refused", ("nothing", "rank", "out"))
+@pytest.mark.parametrize("refused", ("nothing", "half", "out"))
 def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
@@ -113,13 +111,13 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     monkeypatch.setattr(launch, "gate_and_dot", lambda *a: a)
     _, n, k = STORED
     depth, columns = (k, n) if last else (n, k)
-    rank = 12 if refused == "rank" else 8
-    low, factor = rows(rank), torch.ones(3, rank, columns)
+    low, factor = rows(8), torch.ones(3, 8, columns)
     out = None if refused == "out" else rows(columns)
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
     options = {"tile_rows": 64, "fan": 2, "scatter": False}
     met = {"other": rows(columns), "other_fan": 1, "gates": torch.rand(5, 1)}
-    operands = (rows(depth), stack(), last, low, factor, *order, out)
+    x = rows(depth, torch.float16 if refused == "half" else torch.bfloat16)
+    operands = (x, stack(), last, low, factor, *order, out)
     options |= met
     dots = module.prefer_compiled(*operands, **options)
     assert list(asked) == ["compiled" if refused == "nothing" else "triton"]
@@ -169,7 +167,7 @@ def test_it_pays_where_it_was_measured_faster(module, case):
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
 @pytest.mark.parametrize("pays", (True, False))
-@pytest.mark.parametrize("refused", (None, "rank", "out", "device"))
+@pytest.mark.parametrize("refused", (None, "half", "out", "device"))
 def test_the_ops_take_what_path_and_times_say(
     module, dispatch, submodule, monkeypatch, caplog, path, pays, refused
 ):
@@ -184,20 +182,58 @@ def test_the_ops_take_what_path_and_times_say(
     seen = []
     monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
     _, n, k = STORED
-    rank = 12 if refused == "rank" else 8
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
     out = None if refused == "out" else rows(n)
     opened = as_operand(submodule, stack())
-    operands = (rows(k), opened, True, rows(rank), torch.ones(3, rank, n), *order, out)
+    x = rows(k, torch.float16 if refused == "half" else torch.bfloat16)
+    operands = (x, opened, True, rows(8), torch.ones(3, 8, n), *order, out)
     options = {"tile_rows": 64, "fan": 1, "scatter": True}
     dispatch.say_once.cache_clear()
     forward.product_of_stack(operands, 0, "forward", options, path)
     accepts = refused is None or (refused == "device" and path == "compiled")
     wanted = path == "compiled" or (path == "measured" and pays)
     assert asked == ["compiled" if wanted and accepts else "triton"]
-    assert bool(caplog.records) == (path == "compiled" and refused in ("rank", "out"))
+    assert bool(caplog.records) == (path == "compiled" and refused in ("half", "out"))
     if seen:
         assert seen == [(5 / 3, k, True)]
+
+
+@pytest.mark.parametrize("path", ("measured", "compiled"))
+@pytest.mark.parametrize("rank", (12, 3))
+def test_nested_scales_and_other_ranks_are_made_plain(
+    module, dispatch, submodule, monkeypatch, device, rank, path
+):
+    """By launches ahead of the op, which reads what Triton's product would."""
+    asked = []
+    monkeypatch.setattr(
+        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append(a))
+    )
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "LEAST_DEPTH", 128)
+    _, n, k = STORED
+    forward = submodule("kernels.quant.grouped_lora_quantized")
+    kind = submodule("moe.quantized.quantized_experts").QuantizedExperts
+    record = kind.from_weight(torch.randn(STORED, device=device), nested=True).quantized_weight()
+    formats = submodule("kernels.quant.formats")
+    stack = formats.Stack.of(list(record.tensors.values()), record.format.text, STORED, True)
+    low = torch.randn(400, rank, device=device).bfloat16()
+    factor = torch.randint(-8, 8, (3, n, rank), device=device).float().mT
+    offsets = torch.tensor((0, 200, 300, 400), device=device)
+    place = (torch.arange(400, device=device), offsets, torch.zeros(9, 3, device=device))
+    x, out = (torch.ones(400, size, device=device).bfloat16() for size in (k, n))
+    options = {"tile_rows": 64, "fan": 0, "scatter": False}
+    operands = (x, stack, True, low, factor, *place, out)
+    forward.product_of_stack(operands, 0, "forward", options, path)
+    ((_, _, scales, _, _, _, _, given, wide, *_),) = asked
+    tensors = record.tensors
+    code, scale, offset = (tensors[name] for name in record.format.NESTED)
+    expected = code[tensors["absmax"].long()] * scale.repeat_interleave(256)[: scales.numel()]
+    assert torch.equal(scales, expected + offset) and scales.dtype == torch.float32
+    pad = -rank % 8
+    assert torch.equal(given, torch.nn.functional.pad(low, (0, pad))) and given.is_contiguous()
+    assert torch.equal(wide, torch.nn.functional.pad(factor.bfloat16(), (0, 0, 0, pad)))
+    assert record.format.compiled_pays(64, 4096, True)
+    assert not record.format.compiled_pays(63.9, 4096, True), "few rows gain less than it takes"
 
 
 @pytest.mark.parametrize("fan", (0, 2))

@@ -315,8 +315,9 @@ def test_operands_that_do_not_fit_are_refused(module, device, reference):
 
 
 @pytest.mark.parametrize("scatter", (True, False))
-@pytest.mark.parametrize("rank", (16, 12))  # a rank of 12 is Triton's
-def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, scatter):
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("rank", (16, 12, 1))  # padded to 16 and 8
+def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, nested, scatter):
     """As the ops call it; rows that meet others are rounded once more, before their gates."""
     arguments, _ = Problem((100, 60), 136, 256, True, 16, 1, False).operands(device, reference)
     order = submodule("kernels.experts.expert_sort")
@@ -325,8 +326,14 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     )
     order = order.expert_sort(ids[:, None], 2, tile_rows=64)
     slots, offsets, tiles = order.slots, order.offsets, order.tiles
-    names = ("packed", "absmax", "codebook")
-    stack = (*(arguments[name] for name in names), None, arguments["stored"], 64, "4bit", 1)
+    packed, absmax, codebook = (arguments[name] for name in ("packed", "absmax", "codebook"))
+    inner = None
+    if nested:
+        absmax = torch.randint(0, 256, absmax.shape, device=device, dtype=torch.uint8)
+        values = 2.0 ** torch.randint(-1, 2, (256,), device=device)
+        scales = 2.0 ** torch.randint(0, 2, (-(-absmax.numel() // 256),), device=device)
+        inner = (values, scales, torch.zeros(1, device=device))
+    stack = (packed, absmax, codebook, inner, arguments["stored"], 64, "4bit", 1)
     x, low = (
         torch.cat((rows, rows[:4])) for rows in (arguments["x"].contiguous(), arguments["low"])
     )

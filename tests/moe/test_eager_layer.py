@@ -669,6 +669,22 @@ def test_a_layer_equals_tritons_within_rounding(moe, device, compiled_calls, rou
 
 @pytest.mark.gpu
 @HOPPER
+@pytest.mark.parametrize("form", ({"nested": True}, {"rank": 12, "rank_down": 3}), ids=str)
+def test_what_is_made_plain_is_played(moe, device, compiled_calls, played, launched, form):
+    """Nested scales and ranks that are no multiples of 8, by the compiled product."""
+    case = packed_layer(moe, device, **form)
+    expected = case.step("triton")
+    assert not compiled_calls
+    with launched():
+        apart = case.step("auto")
+    assert len(compiled_calls) == 4
+    compare(case.step("auto").values(), apart.values())
+    for name, value in expected.items():
+        assert relative_error(apart[name], value) <= 5e-3, name
+
+
+@pytest.mark.gpu
+@HOPPER
 def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, monkeypatch):
     """150 rows per expert: a sum of 832 or more pays, and one of 640 does not."""
     case = packed_layer(moe, device)

@@ -244,7 +244,7 @@ ROUTED = {
     "rule": _rule,
     "correction_bias": [None, torch.arange(6.0)],
 }
-PACKED = {"weight": quantized, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+PACKED = {"weight": quantized, "rows": 8, "dtype": torch.bfloat16, "backend": "auto"}
 _simple("moe.RouterRule", **RULE, routed_scaling_factor=1.0)
 _simple("moe.ExpertsLayout", activation="silu", transposed=True, interleaved=False, gated=True)
 _simple("moe.LoraProjection", num_experts=3, in_features=4, out_features=5)

@@ -83,11 +83,10 @@ def eager_layer(
     if _are_plain(*weights):
         launches, (w1, w2) = _dense(x, weights, form, backend), weights
     else:
-        leaves = (leaves1, leaves2)
         trains = torch.is_grad_enabled() and any(
             one is not None and one.requires_grad for one in biases
         )
-        found = quantized_launches(x, ids.numel(), weights, leaves, trains, form, backend)
+        found = quantized_launches(x, ids.numel(), weights, trains, form, backend)
         (launches, frozen), w1, w2 = found, None, None
     if launches is None:
         return None

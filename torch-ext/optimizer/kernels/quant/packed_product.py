@@ -6,16 +6,19 @@ growing k and then over the rank, so a row's bits do not depend on the others.
 
 path     | op          | source                   | taken
 compiled | nf4_product | kernels-src/quant        | capability 9.0, what `refusal` allows: bfloat16,
-         |             |                          | N and the rank multiples of 8; NF4 and FP4 with
-         |             |                          | plain absmax, blocks of 64 or more that do not
-         |             |                          | leave their row; MXFP4 with K a multiple of 64,
-         |             |                          | FP8 of 16 and blocks of 64 columns or more;
-         |             |                          | by name, or by `pays`
+         |             |                          | N a multiple of 8; NF4 and FP4 in blocks of 64
+         |             |                          | or more that do not leave their row; MXFP4 with
+         |             |                          | K a multiple of 64, FP8 of 16 and blocks of 64
+         |             |                          | columns or more; by name, or by `pays`
 triton   |             | packed_product_triton.py | everything else
+
+The op reads plain scales and ranks that are multiples of 8: nested scales and other ranks are made
+so by launches ahead of it (plain_operands_triton.py), in memory that is let go behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from ..._ops import add_op_namespace_prefix, ops
 
 _BY_TRITON = "product over packed weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
+RANKS = 8  # what a rank is padded to a multiple of: rows of 16 bytes
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 # Of an expert, and of the sum: where 2048 tokens of four models were timed
 # (docs/dev/decisions/2026-11-22-nf4-products.md).
@@ -110,6 +114,7 @@ def packed_product(  # noqa: PLR0913
     out: Tensor | None = None,
     kind: str = "4bit",
     block_rows: int = 1,
+    nested: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Multiply every expert's rows with its packed weight; no gradients, no other path.
 
@@ -123,7 +128,7 @@ def packed_product(  # noqa: PLR0913
         slots: (R,) of `expert_sort`, as offsets.
         offsets: (E + 1,).
         along: The sum runs along K and the result has N columns; else across N, and it has K.
-        low: (R, r) in expert order, contiguous, bfloat16; r is a multiple of 8.
+        low: (R, r) in expert order, contiguous, bfloat16.
         factor: (E, r, columns) with low, of any floating dtype and strides.
         bias: (E, columns) of any floating dtype.
         gates: (T, k) of any floating dtype; scale the rows of the result.
@@ -132,6 +137,7 @@ def packed_product(  # noqa: PLR0913
         out: (R, columns), contiguous, bfloat16.
         kind: Of the stack.
         block_rows: Stored rows that share a scale, of FP8.
+        nested: As of `PackedStack`, with absmax in uint8.
 
     Returns:
         (R, columns) in bfloat16, or `out`; zero for sentinels.
@@ -140,12 +146,17 @@ def packed_product(  # noqa: PLR0913
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
-    stack = PackedStack(packed, absmax, codebook, None, tuple(stored), blocksize, kind, block_rows)
-    if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
+    sizes = (tuple(stored), blocksize, kind, block_rows)
+    if reason := refusal(x, PackedStack(packed, absmax, codebook, nested, *sizes)):
         raise ValueError(f"packed_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
     if out is None:
         out = x.new_empty((slots.shape[0], columns))
+    if nested is not None:
+        from .plain_operands_triton import unnested
+
+        absmax = unnested(absmax, nested)
+    low, factor = _low_rank_operands(low, factor, x.dtype)
     ops.nf4_product(
         x,
         packed,
@@ -155,7 +166,7 @@ def packed_product(  # noqa: PLR0913
         1 << shift_of(blocksize),
         along,
         low,
-        None if factor is None else _converted(factor, x.dtype),
+        factor,
         None if bias is None else _converted(bias[:, None], torch.float32, packs=True)[:, 0],
         None if gates is None else gates.float().contiguous(),
         slots,
@@ -169,6 +180,17 @@ def packed_product(  # noqa: PLR0913
     return out
 
 
+def _low_rank_operands(
+    low: Tensor | None, factor: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both as the op reads them."""
+    if factor is None or factor.shape[1] % RANKS == 0:
+        return low, None if factor is None else _converted(factor, dtype)
+    from .plain_operands_triton import padded
+
+    return padded(low[:, :, None], dtype, RANKS)[:, :, 0], padded(factor, dtype, RANKS)
+
+
 def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     """x (E, r, N) in a dtype, contiguous if asked: by a launch that a plan can play again."""
     if x.dtype == dtype and (x.is_contiguous() or not packs):
@@ -178,19 +200,16 @@ def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def refusal(x: Tensor, stack: PackedStack, rank: int) -> str | None:
+def refusal(x: Tensor, stack: PackedStack) -> str | None:
     """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows.
 
     Args:
         x: Rows.
         stack: As `packed_product` of packed_product_triton.py takes it.
-        rank: Of LoRA, or 0.
     """
-    packed, scales, _, nested, (experts, n, k), blocksize, kind, _ = stack
+    packed, scales, _, _, (experts, n, k), blocksize, kind, _ = stack
     if x.dtype != torch.bfloat16:
         return f"it needs bfloat16, got {x.dtype}"
-    if nested is not None:
-        return "absmax is nested"
     if kind == "mxfp4" and (k % MIN_BLOCK or scales.data_ptr() % 4):
         return f"K must be a multiple of {MIN_BLOCK} and scales start on 4 bytes, got K = {k}"
     if kind == "fp8" and (k % 16 or 1 << shift_of(blocksize) < MIN_BLOCK):
@@ -206,8 +225,6 @@ def refusal(x: Tensor, stack: PackedStack, rank: int) -> str | None:
         return f"it takes at most {MAX_EXPERTS} experts, got {experts}"
     if n % 8 or max(k, n) > _LARGEST:
         return f"N must be a multiple of 8 and no side exceed 2^30, got {n} and {k}"
-    if rank % 8:
-        return f"the rank must be a multiple of 8, got {rank}"
     if packed.data_ptr() % 16:
         return "packed must start on 16 bytes"
     if x.shape[0] * x.stride(0) > _LARGEST_ROWS:
@@ -230,15 +247,15 @@ def pays(mean_rows: float, depth: int, along: bool) -> bool:
     return MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] and depth >= LEAST_DEPTH
 
 
-def compiled_is_faster(operands: tuple) -> bool:
-    """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
-    x, stack, last, _, factor, slots, *_, out = operands
+def compiled_is_faster(operands: tuple, pays: Callable[[float, int, bool], bool]) -> bool:
+    """Whether `prefer_compiled` with these arguments takes the compiled op, and `pays` agrees."""
+    x, stack, last, _, _, slots, *_, out = operands
     experts, n, k = stack.stored
     if out is None or not dispatch.is_hopper(x.device):
         return False
     if not pays(slots.shape[0] / experts, k if last else n, last):
         return False
-    return refusal(x, stack, 0 if factor is None else factor.shape[1]) is None
+    return refusal(x, stack) is None
 
 
 def prefer_compiled(
@@ -257,13 +274,13 @@ def prefer_compiled(
     from .packed_product_triton import gate_and_dot
     from .packed_product_triton import packed_product as by_triton
 
-    reason = refusal(x, stack, 0 if factor is None else factor.shape[1])
+    reason = refusal(x, stack)
     if out is None:
         reason = "the gates' gradient alone is wanted"
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
-    packed, absmax, codebook, _, stored, blocksize, kind, block_rows = stack
+    packed, absmax, codebook, nested, stored, blocksize, kind, block_rows = stack
     other, gates = options.get("other"), options.get("gates")
     packed_product(
         x,
@@ -284,6 +301,7 @@ def prefer_compiled(
         out=out,
         kind=kind,
         block_rows=block_rows,
+        nested=nested,
     )
     if other is None:
         return None

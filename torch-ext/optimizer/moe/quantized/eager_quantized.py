@@ -85,7 +85,6 @@ def quantized_launches(
     x: Tensor,
     rows: int,
     weights: tuple[Any, Any],
-    leaves: tuple[tuple, tuple],
     trains_biases: bool,
     form: Form,
     backend: str,
@@ -96,7 +95,6 @@ def quantized_launches(
         x: (T, H).
         rows: T k.
         weights: Whatever `as_quantized` knows.
-        leaves: LoRA's tensors, as in `leaves_of`.
         trains_biases: Whether a bias wants a gradient.
         form: What the tensors do not say.
         backend: Of `grouped_lora_linear`.
@@ -111,14 +109,13 @@ def quantized_launches(
     if not fuses(path, form.activation, True) or trains_biases:
         return None, ()
     check_path(path, x)
-    ranks = tuple(map(_rank, leaves, form.factors, records))
-    seen = (path, backend, rows, ranks, x.dtype, x.device, x.data_ptr() % 16)
+    seen = (path, backend, rows, x.dtype, x.device, x.data_ptr() % 16)
     key = (*seen, x.shape, x.stride(), form.transposed, *map(_described, records))
     if key not in _taken:
         if len(_taken) >= _MOST_TAKEN:
             _taken.clear()
         turned = tuple(r if form.transposed else r.transpose(1, 2) for r in records)
-        taken = pick_slices(x, turned, rows, ranks, path, backend != "auto")
+        taken = pick_slices(x, turned, rows, path, backend != "auto")
         stacks = tuple(
             (r.format, tuple(r.stored), r.transposed == form.transposed, len(_tensors(r)))
             for r in records
@@ -131,11 +128,6 @@ def quantized_launches(
 
 _taken: dict[tuple, QuantizedLayer | None] = {}  # by what decides them
 _MOST_TAKEN = 1024
-
-
-def _rank(leaves: tuple, kind: str | None, record: QuantizedWeight) -> int:
-    a = leaves[0]
-    return 0 if a is None else a.shape[1] if kind == "stacks" else a.shape[0] // record.stored[0]
 
 
 def _described(record: QuantizedWeight) -> tuple:

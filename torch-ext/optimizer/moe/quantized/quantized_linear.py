@@ -129,7 +129,7 @@ def quantized_lora_linear(
     """
     weight, lora_a, lora_b, bias, scaling = weights.operands()
     rows = order.slots.shape[0]
-    chosen, path = pick_strategy(x, weight, rows, weights.rank, path, by_name, strategy)
+    chosen, path = pick_strategy(x, weight, rows, path, by_name, strategy)
     leaves, layout = (x, lora_a, lora_b, bias, gates), (scaling, x_fan, grouped_out)
     count = slice_experts(weight, chosen, x.element_size())
     return _QuantizedLora.apply(*leaves, weight, order, *layout, path, count)
@@ -203,8 +203,8 @@ def quantized_gated_linear(layer: GatedLayer, path: str, *, by_name: bool) -> Te
     trains = (one.bias is not None and one.bias.requires_grad for one in projections)
     if torch.is_grad_enabled() and any(trains):
         return None
-    weights, ranks = (first.weight, second.weight), (first.rank, second.rank)
-    picked = pick_slices(x, weights, order.slots.shape[0], ranks, path, by_name)
+    weights = (first.weight, second.weight)
+    picked = pick_slices(x, weights, order.slots.shape[0], path, by_name)
     if picked is None:
         return None
     leaves = (x, first.a, first.b, second.a, second.b, layer.gates)

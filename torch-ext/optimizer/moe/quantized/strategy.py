@@ -107,7 +107,6 @@ def pick_strategy(
     x: Tensor,
     weight: QuantizedWeight,
     rows: int,
-    rank: int,
     path: str,
     by_name: bool,
     strategy: str | None = None,
@@ -118,7 +117,6 @@ def pick_strategy(
         x: Rows; their dtype, device and alignment.
         weight: Seen as (E, K, N).
         rows: T k.
-        rank: Of LoRA, or 0.
         path: "compiled", "triton" or "reference".
         by_name: Whether the path was asked for; else Triton's gives way to what is faster.
         strategy: None for the weight's own.
@@ -135,7 +133,7 @@ def pick_strategy(
         strategy or weight.strategy,
         fusable=weight.fusable_over(x),
         fast=path in TRITON_PATHS and decodes_in_registers(x.device, x.dtype),
-        compiled=replaceable and refused(x.device, x, tensors, weight.stored, rank) is None,
+        compiled=replaceable and refused(x.device, x, tensors, weight.stored) is None,
     ).name
     if rows == 0:
         chosen = "selective"  # of an empty batch no expert is active
@@ -146,7 +144,6 @@ def pick_slices(
     x: Tensor,
     weights: tuple[QuantizedWeight, QuantizedWeight],
     rows: int,
-    ranks: tuple[int, int],
     path: str,
     by_name: bool,
 ) -> tuple[str, tuple[int, int]] | None:
@@ -156,7 +153,6 @@ def pick_slices(
         x: As of `pick_strategy`, and so is what follows.
         weights: Of both projections, seen as (E, H, 2I) and (E, I, H).
         rows: T k.
-        ranks: Of both.
         path: Of the products.
         by_name: Whether it was asked for.
 
@@ -164,8 +160,8 @@ def pick_slices(
         None where a product is "selective": its experts are found by torch, outside of the op.
     """
     taken, found = path, []
-    for weight, rank in zip(weights, ranks, strict=True):
-        strategy, own = pick_strategy(x, weight, rows, rank, path, by_name)
+    for weight in weights:
+        strategy, own = pick_strategy(x, weight, rows, path, by_name)
         if strategy == "selective":
             return None
         taken = own if strategy == "fused" else taken
@@ -179,7 +175,6 @@ def explain_quantized(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    rank: int = 0,
     backend: str = "auto",
 ) -> str:
     """Say in words how `grouped_lora_linear` would multiply rows with 4-bit experts.
@@ -189,7 +184,6 @@ def explain_quantized(
         rows: T k, of all experts together; they are taken to be contiguous.
         dtype: of the activations.
         device: where they are; None for where the stack's products run.
-        rank: of LoRA, 0 without.
         backend: as in `grouped_lora_linear`.
 
     Returns:
@@ -207,7 +201,7 @@ def explain_quantized(
     path = experts_path(where, dtype, backend)
     x = torch.empty((1, record.stored[2]), dtype=dtype, device="meta")
     tensors, refusal = tuple(record.tensors.values()), record.format.compiled_refusal
-    refused = refusal(where, x, tensors, record.stored, rank)
+    refused = refusal(where, x, tensors, record.stored)
     in_memory = record.registers_refusal
     fast = path.name in TRITON_PATHS and decodes_in_registers(where, dtype)
     chosen = choose_strategy(

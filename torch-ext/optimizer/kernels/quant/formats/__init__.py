@@ -163,10 +163,9 @@ class Format(abc.ABC):
         x: Tensor,
         tensors: Sequence[Tensor],
         stored: Sequence[int],
-        rank: int,
     ) -> str | None:
-        """Why no compiled product takes rows like x and LoRA of a rank; None if one does."""
-        del device, x, tensors, stored, rank
+        """Why no compiled product takes rows like x; None if one does."""
+        del device, x, tensors, stored
         return f"no compiled product reads {self.quant_type}"
 
     def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
@@ -258,12 +257,11 @@ class InRegisters(Format):
         x: Tensor,
         tensors: Sequence[Tensor],
         stored: Sequence[int],
-        rank: int,
     ) -> str | None:
         """As of `packed_product`."""
         if not dispatch.is_hopper(device):
             return "it needs capability 9.0"
-        return packed_product.refusal(x, self.opened(tensors, stored), rank)
+        return packed_product.refusal(x, self.opened(tensors, stored))
 
     def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
         """As of `packed_product`."""
@@ -274,8 +272,9 @@ class InRegisters(Format):
     ) -> Tensor | None:
         """By CUDA or Triton."""
         operands = (x, self.opened(stack.tensors, stack.stored), *operands)
+        pays = self.compiled_pays
         if path == "compiled" or (
-            path == dispatch.MEASURED and packed_product.compiled_is_faster(operands)
+            path == dispatch.MEASURED and packed_product.compiled_is_faster(operands, pays)
         ):
             return packed_product.prefer_compiled(*operands, **options)
         from ..packed_product_triton import packed_product as by_triton
@@ -376,6 +375,12 @@ class Blockwise4Bit(InRegisters):
             f"blocks of {self.blocksize} leave their row of {stored[2]} elements; quantise with a "
             "blocksize that divides it"
         )
+
+    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
+        """Few rows gain less than it takes to write plain scales."""
+        if self.nested and mean_rows < packed_product.MEASURED_ROWS[0]:
+            return False
+        return super().compiled_pays(mean_rows, depth, along)
 
     def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
         """Absmax as scales."""
