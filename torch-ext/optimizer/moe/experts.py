@@ -26,8 +26,6 @@ from .grouped_linear import expert_linear, gated_lora_linear
 from .layout import ExpertsLayout, ExpertsLora
 from .lora import PROJECTIONS, ExpertAdapters
 
-_NO_LORA = ExpertsLora()
-
 
 def experts_forward(
     hidden_states: Tensor,  # (..., H)
@@ -47,7 +45,7 @@ def experts_forward(
     Shapes stand beside the arguments; `Experts.forward` says more of the first three, and raises
     what this raises. `backend` is that of `grouped_lora_linear`.
     """
-    lora = _NO_LORA if lora is None else lora
+    lora = ExpertsLora() if lora is None else lora
     for name, value, kind in (("layout", layout, ExpertsLayout), ("lora", lora, ExpertsLora)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")

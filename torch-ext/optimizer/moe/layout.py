@@ -149,7 +149,7 @@ def module_layout(module: nn.Module) -> ExpertsLayout:
         ValueError: the module normalizes each expert's output, which the kernels would leave out;
             or its activation is missing.
     """
-    if _option(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
             f"{type(module).__name__} normalizes every expert's output before it is weighted, "
             "which these kernels do not compute; keep its own experts implementation"
@@ -161,13 +161,6 @@ def module_layout(module: nn.Module) -> ExpertsLayout:
         interleaved=gated and not getattr(module, "is_concatenated", True),
         gated=gated,
     )
-
-
-def _option(module: nn.Module, name: str, default: Any = None) -> Any:
-    """`getattr` of what most modules lack, and Module takes long to say so."""
-    if name in vars(module) or hasattr(type(module), name):
-        return getattr(module, name)
-    return default
 
 
 def _activation(module: nn.Module, gated: bool) -> str | Callable[[Tensor], Tensor]:
@@ -189,7 +182,7 @@ def _activation(module: nn.Module, gated: bool) -> str | Callable[[Tensor], Tens
             "`act_fn` that has a name here are known: give the class one, from gate_up (M, 2I) to "
             "(M, I)"
         )
-    constants = (_option(module, "alpha"), _option(module, "limit"))
+    constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
     if gate.__module__ != DEFAULT_GATE and not concatenated and constants == GPT_OSS:
         return "gpt_oss"
     return module._apply_gate

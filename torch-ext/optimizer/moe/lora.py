@@ -83,9 +83,13 @@ class PeftFactors(LoraFactors):
         *,
         swapped: bool = False,
     ) -> None:
-        vars(self).update(  # the class is frozen
-            matrices=(lora_A, lora_B), num_experts=num_experts, scaling=scaling, swapped=swapped
-        )
+        for name, value in (
+            ("matrices", (lora_A, lora_B)),
+            ("num_experts", num_experts),
+            ("scaling", scaling),
+            ("swapped", swapped),
+        ):
+            object.__setattr__(self, name, value)
 
     def _views(self) -> tuple[Tensor, Tensor]:
         a, b = factor_views(*self.matrices, self.num_experts)
@@ -560,7 +564,7 @@ class ExpertAdapters(nn.ModuleDict):
 
     def factors(self) -> ExpertsLora | None:
         """What the experts must add to their base; None where there is nothing."""
-        gate_up, down = [self._modules[target].factors() for target in PROJECTIONS]
+        gate_up, down = self._modules["gate_up"].factors(), self._modules["down"].factors()
         return ExpertsLora(gate_up, down) if gate_up or down else None
 
     @property
