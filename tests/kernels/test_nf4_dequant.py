@@ -187,6 +187,7 @@ for whole in (False, True):
 
 
 @pytest.mark.sees_defect("experts of two or three elements do not compile")
+@pytest.mark.usefixtures("opt")  # the process finds the package where this one did
 def test_experts_of_one_whole_byte_compile(repo_id, device, tmp_path):
     """In a process of its own: where kernels were interpreted, none can be compiled any more."""
     pytest.importorskip("triton")

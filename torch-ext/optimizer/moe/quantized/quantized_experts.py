@@ -191,14 +191,15 @@ class QuantizedExperts(nn.Module):
             "transposed": self.transposed,
             "strategy": self.strategy,
         }
-        compiles = torch.compiler.is_compiling()  # which nothing may be written under
+        if torch.compiler.is_compiling():  # under which nothing is written
+            record = QuantizedWeight(tensors=tensors, **others)
+            return record if self.keeper is None else self.keeper.record(self, record)
         seen = others, [(type(x), x.dtype, x.numel()) for x in tensors.values()]
-        if not compiles and self._checked == seen:
+        if self._checked == seen:
             record = QuantizedWeight.unchecked(tensors=tensors, **others)
         else:
             record = QuantizedWeight(tensors=tensors, **others)
-            if not compiles:
-                self._checked = seen
+            self._checked = seen
         return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
