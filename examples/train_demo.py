@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 from demo import report
 from demo.checkpoint import Checkpoints
-from demo.command_line import INTERRUPTED, exit_status, positive_integer
+from demo.command_line import INTERRUPTED, StopSignals, exit_status, positive_integer
 from demo.config import ADAMW, MUON, OPTIMIZERS, PRESETS, DemoError, Preset, RunConfig
 from demo.corpus import Corpus, read_corpus
 from demo.device import device_name, has_bfloat16, prepare_device
@@ -94,24 +93,6 @@ def configure(
     }
 
 
-class Interruption:
-    """Turns the first Ctrl-C into a request to stop after the step; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> Interruption:
-        self.previous = signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.previous)
-
-    def _request(self, *_: object) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def run_demo(
     options: argparse.Namespace,
     preset: Preset,
@@ -138,14 +119,14 @@ def run_demo(
         for store in stores.values():
             store.clear()
     histories: dict[str, History] = {}
-    with Interruption() as interruption:
+    with StopSignals() as signals:
         for name, run in runs.items():
             trainer = Trainer(run, corpus, device, package)
             histories[name] = train(
                 trainer,
                 checkpoints=stores[name],
                 resume=options.resume,
-                interrupted=lambda: interruption.requested,
+                interrupted=lambda: signals.received,
                 progress=True,
             )
             if histories[name].step < run.steps:

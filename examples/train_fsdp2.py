@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from demo.checkpoint import differences
-from demo.command_line import INTERRUPTED, add_corpus, add_decoder, exit_status
+from demo.command_line import INTERRUPTED, StopSignals, add_corpus, add_decoder, exit_status
 from demo.config import DemoError, RunConfig
 from demo.corpus import Corpus, read_corpus, windows
 from demo.device import device_name, has_bfloat16, joined
@@ -157,24 +156,6 @@ class Training:
     def evaluate(self) -> float:
         """Held-out loss, the same on all ranks."""
         return self.model(*self.held_out).item()
-
-
-class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish to stop; a second one stops at once."""
-
-    def __enter__(self) -> StopSignals:
-        self.received = False
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self.previous = {number: signal.signal(number, self._receive) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: object) -> None:
-        self.received = True
-        signal.signal(number, self.previous[number])
 
 
 def train(

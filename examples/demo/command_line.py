@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,24 @@ def add_corpus(parser: argparse.ArgumentParser, out_dir: str) -> None:
     words = "folder of Python files; default: the standard library's"
     parser.add_argument("--corpus", type=Path, help=words)
     parser.add_argument("--out-dir", type=Path, default=Path(out_dir))
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a wish to stop; a second one stops at once."""
+
+    def __enter__(self) -> StopSignals:
+        self.received = False
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.previous = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: object) -> None:
+        self.received = True
+        signal.signal(number, self.previous[number])
 
 
 def exit_status(script: str, run: Callable[[], int], interrupted: str = "stopped") -> int:

@@ -121,8 +121,6 @@ def train(
 ) -> History:
     """Train to the end, or until `interrupted` says so.
 
-    Without `progress` and `checkpoints` nothing waits for the device before the last step.
-
     Args:
         trainer: The run.
         checkpoints: Where to save the run, at its own interval, at the end and if interrupted.
@@ -135,65 +133,37 @@ def train(
     """
     run = trainer.run
     saved = checkpoints.load(trainer.model, trainer.optimizer) if checkpoints and resume else None
-    recorder = _Recorder(trainer, History(**saved) if saved else History())
-    history = recorder.history
-    first = history.step
+    history = History(**saved) if saved else History()
+    losses: list[Tensor] = []
+    began = time.perf_counter()
     with tqdm(
-        total=run.steps, initial=first, desc=run.optimizer, mininterval=0.5, disable=not progress
+        total=run.steps,
+        initial=history.step,
+        desc=run.optimizer,
+        mininterval=0.5,
+        disable=not progress,
     ) as bar:
-        for index in range(first, run.steps):
-            recorder.losses.append(trainer.step(index))
+        for index in range(history.step, run.steps):
+            losses.append(trainer.step(index))
             bar.update()
             done = index + 1
             stop = interrupted() or done == run.steps
             save = checkpoints is not None and (stop or done % checkpoints.every == 0)
             evaluate = done % run.eval_every == 0 or done == run.steps
-            if save or (evaluate and progress):
-                recorder.stop_clock()
+            if not save and not evaluate:
+                continue
+            history.train += torch.stack(losses).tolist()  # waits for the device
+            history.seconds += time.perf_counter() - began
+            losses = []
             if evaluate:
-                recorder.evaluations.append((done, trainer.evaluate()))
-            if evaluate and progress:
-                recorder.write_down()
+                history.held_out.append((done, trainer.evaluate().item()))
                 bar.set_postfix_str(_status(history, run), refresh=False)
             if save:
-                recorder.write_down()
                 checkpoints.save(trainer.model, trainer.optimizer, vars(history))
             if stop:
                 break
-            recorder.start_clock()
-    recorder.write_down()
+            began = time.perf_counter()
     return history
-
-
-class _Recorder:
-    """Collects losses on the device, and moves them to the history when told to."""
-
-    def __init__(self, trainer: Trainer, history: History) -> None:
-        self.device = trainer.device
-        self.history = history
-        self.losses: list[Tensor] = []
-        self.evaluations: list[tuple[int, Tensor]] = []
-        self.started: float | None = None
-        self.start_clock()
-
-    def start_clock(self) -> None:
-        """Count the time from here on, unless it is being counted already."""
-        if self.started is None:
-            self.started = time.perf_counter()
-
-    def stop_clock(self) -> None:
-        """Wait for the device and add the time since `start_clock` to the history."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.history.seconds += time.perf_counter() - self.started
-        self.started = None
-
-    def write_down(self) -> None:
-        """Wait for the device and move the losses to the history."""
-        if self.losses:
-            self.history.train += torch.stack(self.losses).tolist()
-        self.history.held_out += [(done, loss.item()) for done, loss in self.evaluations]
-        self.losses, self.evaluations = [], []
 
 
 def _status(history: History, run: RunConfig) -> str:

@@ -375,18 +375,6 @@ def run_tiny(script: str, *options: object) -> str:
     return run(*words, OMP_NUM_THREADS="1")[0]
 
 
-@pytest.mark.usefixtures("opt")
-def test_profile_step(tmp_path) -> None:
-    output = run_tiny("profile_step.py", "--start", 2, "--count", 2, "--out", tmp_path)
-    names = {"trace-rank000-steps2-3.json", "memory-rank000-steps2-3.json"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    events = json.loads((tmp_path / "trace-rank000-steps2-3.json").read_text())["traceEvents"]
-    stages = [event for event in events if event["name"] == "muon::adamw" and "ts" in event]
-    assert len(stages) == 4  # two steps of two groups
-    assert "blocks.0.attention.q.weight' (16, 16): muon" in output
-    assert all(str(tmp_path / name) in output for name in names)
-
-
 def loss(output: str) -> float:
     return float(re.search(r"held-out loss after \d+ steps: ([\d.]+) nats/byte", output)[1])
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from ..adapters import peft
 from ..sharded_models import mesh_of
-from .checkpoint_names import spelling
-from .experts import experts_modules, put, stacks
+from .checkpoint_names import ModelNames, spelling
+from .experts import ATTACHED, experts_modules, put, stacks
 
 METHOD = "quantized_experts"  # config.json's quantization_config.quant_method
 
@@ -44,6 +44,9 @@ def mark(model: nn.Module) -> None:
         if not isinstance(inner, PreTrainedModel):
             continue
         other, lora = getattr(inner, "hf_quantizer", None), _adapters(inner)
+        known = inner._load_state_dict_pre_hooks.values()
+        if lora is not None and all(entry.hook is not _accept_file_names for entry in known):
+            inner.register_load_state_dict_pre_hook(_accept_file_names)
         if isinstance(other, quantizer):
             continue
         first = id(inner.config) not in described  # which a whole model and its parts share
@@ -55,6 +58,18 @@ def mark(model: nn.Module) -> None:
                 inner.config.quantization_config = config({}, lora)
             elif is_described(inner.config):
                 del inner.config.quantization_config
+
+
+def _accept_file_names(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Trainer hands over the tensors of a checkpoint by the names that they have in the file.
+
+    Of Mixtral these are older ones, and `load_state_dict` would pass over adapters among them.
+    """
+    adapters = [key for key in state if ATTACHED in key.split(".")]
+    if not prefix and adapters:
+        for source in ModelNames(model).sources(adapters):
+            (key,) = source.all_keys()
+            state[source.name] = state.pop(key)
 
 
 def _is_packed(model: nn.Module) -> bool:
