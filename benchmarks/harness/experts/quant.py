@@ -68,7 +68,7 @@ class PackedCase(LayerCase):
         records = [stack.quantized_weight() for stack in self.packed]
         first, x = records[0], self.x
         stack = (list(first.tensors.values()), first.stored)
-        refused = first.format.compiled_refusal(x.device, x, *stack, self.layer.rank)
+        refused = first.format.compiled_refusal(x.device, x, *stack)
         fusable = all(record.registers_refusal is None for record in records)
         options = {"fusable": fusable, "compiled": refused is None}
         return choose(self.layer.rows, self.layer.experts, **options).name
