@@ -125,9 +125,10 @@ def test_the_gate_passes_for_every_variant(harness, opt, device, variant):
     case = make_case(harness, opt, device.type if variant == "triton" else "cpu")
     case.use(variant)
     assert case.backend == ("triton" if variant == "triton" else "auto")
-    # Triton's interpreter cuts bfloat16 off where a GPU rounds.
-    good, ours, baseline = case.compare(factor=4.0 if variant == "triton" else 1.5)
-    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds, decoded weights too.
+    cuts = variant == "triton" and device.type == "cpu"
+    good, ours, baseline = case.compare(factor=4.5 if cuts else 1.5)
+    assert good and 0 < ours < (0.025 if cuts else 0.02) and 0 < baseline < 0.02
 
 
 FORMS = [
