@@ -115,7 +115,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="run layers again in the backward pass")
     add("--offload", action="store_true", help="keep the experts in host memory")
     add("--compile", action="store_true", help="run the decoder layers under torch.compile")
-    add("--cuda-graph", action="store_true", help="replay forward and backward")
+    add(
+        "--cuda-graph", action="store_true", help="replay forward and backward (not tried on a GPU)"
+    )
     add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
