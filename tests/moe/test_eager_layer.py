@@ -494,8 +494,7 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem)
 
     def peak() -> int:
         for _ in range(2):
-            # A compilation in the call before leaves cycles with its callers' frames and tensors.
-            gc.collect()
+            gc.collect()  # else what the call before left may go in between: a lower peak
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
