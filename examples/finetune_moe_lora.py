@@ -60,25 +60,39 @@ class Size:
     max_bytes: int
 
 
-def _model(hidden: int, layers: int, experts: int, intermediate: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
+def sized(
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int, int],
+    experts: tuple[int, int, int],
+    *,
+    vocabulary: int = 256,
+    base_steps: int = 0,
+    **rest: int,
+) -> Size:
+    """Heads are (query, key and value, their width), experts (number, top k, intermediate)."""
+    query, key, head = heads
+    count, top_k, intermediate = experts
+    model = {
+        "vocab_size": vocabulary,
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32,
-        "head_dim": 32,
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
+        "hidden_size": hidden,
+        "num_attention_heads": query,
+        "num_key_value_heads": key,
+        "head_dim": head,
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
         "moe_intermediate_size": intermediate,
-        "intermediate_size": 2 * intermediate,
+        "intermediate_size": intermediate,  # of gpt-oss's experts
     }
+    return Size(model, base_steps=base_steps, **rest)
 
 
+TINY = {"context": 32, "batch": 8, "base_steps": 60, "lora_steps": 80, "max_bytes": 1 << 20}
+SMALL = {"context": 128, "batch": 16, "base_steps": 200, "lora_steps": 200, "max_bytes": 8 << 20}
 SIZES = {
-    "tiny": Size(_model(64, 2, 8, 48), 32, 8, base_steps=60, lora_steps=80, max_bytes=1 << 20),
-    "small": Size(
-        _model(128, 4, 16, 96), 128, 16, base_steps=200, lora_steps=200, max_bytes=8 << 20
-    ),
+    "tiny": sized(2, 64, (2, 2, 32), (8, 2, 48), **TINY),
+    "small": sized(4, 128, (4, 4, 32), (16, 2, 96), **SMALL),
 }
 
 
@@ -116,7 +130,6 @@ def build_model(size: Size, *, implementation: str, seed: int) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=256,
         max_position_embeddings=size.context,
         tie_word_embeddings=False,
         output_router_logits=True,  # the auxiliary loss keeps the experts in use

@@ -39,39 +39,12 @@ from demo.config import DemoError
 from demo.corpus import read_corpus, windows
 from demo.device import device_name, prepare_device
 from demo.package import Package, load_package
-from finetune_moe_lora import Run, Size, plot
+from finetune_moe_lora import Run, Size, plot, sized
 from torch import Tensor, nn
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 MEASURED = 10  # steps
 OURS, USUAL = "ours", "bitsandbytes + grouped_mm"
-
-
-def _size(
-    layers: int,
-    hidden: int,
-    heads: tuple[int, int, int],
-    experts: tuple[int, int, int],
-    *,
-    vocabulary: int = 256,
-    **rest: int,
-) -> Size:
-    """Heads are (query, key and value, their width), experts (number, top k, intermediate)."""
-    query, key, head = heads
-    count, top_k, intermediate = experts
-    model = {
-        "vocab_size": vocabulary,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": query,
-        "num_key_value_heads": key,
-        "head_dim": head,
-        "num_experts": count,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": intermediate,
-        "intermediate_size": intermediate,  # of gpt-oss's experts
-    }
-    return Size(model, base_steps=0, **rest)
 
 
 QWEN3_30B_A3B = {
@@ -84,13 +57,13 @@ QWEN3_30B_A3B = {
 }
 GPT_OSS_20B = QWEN3_30B_A3B | {"hidden": 2880, "heads": (64, 8, 64), "experts": (32, 4, 2880)}
 SIZES = {
-    "tiny": _size(
+    "tiny": sized(
         2, 64, (2, 2, 32), (8, 2, 64), context=32, batch=8, lora_steps=60, max_bytes=1 << 20
     ),
-    "real": _size(2, **QWEN3_30B_A3B, lora_steps=100),
-    "full": _size(48, **QWEN3_30B_A3B, vocabulary=151_936, lora_steps=20),
-    "real mxfp4": _size(2, **GPT_OSS_20B, lora_steps=100),
-    "full mxfp4": _size(24, **GPT_OSS_20B, vocabulary=201_088, lora_steps=20),
+    "real": sized(2, **QWEN3_30B_A3B, lora_steps=100),
+    "full": sized(48, **QWEN3_30B_A3B, vocabulary=151_936, lora_steps=20),
+    "real mxfp4": sized(2, **GPT_OSS_20B, lora_steps=100),
+    "full mxfp4": sized(24, **GPT_OSS_20B, vocabulary=201_088, lora_steps=20),
 }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from demo.command_line import add_corpus, add_decoder, exit_status
 from demo.corpus import read_corpus, windows
+from demo.device import prepare_device
 from demo.model import Decoder, ModelConfig
 from demo.package import load_first
 from tqdm import tqdm
@@ -100,8 +101,8 @@ def load(opt: Any, model: Decoder, optimizer: Any, folder: Path) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Train to the end; returns the exit status."""
-    preferred = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    package, device = load_first([torch.device(preferred)])
+    found = prepare_device(options.device, threads=None)
+    package, device = load_first([found] if options.device else [found, torch.device("cpu")])
     opt = package.module
     corpus = read_corpus(options.corpus, context=options.context, max_bytes=2**22, device=device)
     config = ModelConfig(options.layers, options.channels, options.heads, options.context)

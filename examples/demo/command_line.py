@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from demo.config import DemoError
 
@@ -25,7 +24,7 @@ def positive_integer(text: str) -> int:
 def add_decoder(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Options of a `Decoder` and of its batches; `defaults` where they are other ones."""
     defaults = {"layers": 4, "channels": 128, "heads": 4, "batch": 8, "context": 128} | defaults
-    words: dict[str, Any] = {"batch": "sequences per step", "context": "tokens per sequence"}
+    words = {"batch": "sequences per step, of all ranks", "context": "tokens per sequence"}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=words.get(name))
 

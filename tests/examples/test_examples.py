@@ -39,6 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ONE_THREAD = ("--device", "cpu", "--threads", "1", "--out-dir")
 DEMO = ("examples/train_demo.py", "--model", "tiny", *ONE_THREAD)  # and the folder
+NANOCHAT = ("examples/train_nanochat_groups.py", "--out-dir")
 FINETUNE = ("examples/finetune_moe_lora.py", "--tiny", *ONE_THREAD)
 
 
@@ -208,8 +209,17 @@ def test_sweep_widens_a_grid_at_its_best_edge(demo) -> None:
         (DEMO, ["--corpus", "{empty}/none"], ["does not exist", "--corpus"]),
         (DEMO, ["--device", "bogus"], ["--device bogus", "cpu or cuda"]),
         (DEMO, ["--device", "meta"], ["--device meta", "cpu or cuda"]),
+        (NANOCHAT, ["--device", "bogus"], ["--device bogus", "cpu or cuda"]),
     ],
-    ids=["not built", "other", "no text", "no folder", "no device", "no training device"],
+    ids=[
+        "not built",
+        "other",
+        "no text",
+        "no folder",
+        "no device",
+        "meta",
+        "a third",
+    ],
 )
 def test_setup_errors_say_what_to_do(script, options, words, repo_id, forks, tmp_path) -> None:
     given = environment() if options else environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}")
