@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -14,12 +15,13 @@ import sysconfig
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from matplotlib import image
 
-from .._compare import relative_error
+from .._compare import assert_same_bits, relative_error
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -522,6 +524,41 @@ def test_compiled_layers_share_one_graph_and_compute_the_same(
     assert not counters["graph_break"]
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(in_a_capture, compiled, rtol=0, atol=0)
+
+
+def test_a_replay_takes_its_batch_and_hands_over_the_gradients(qlora, opt, monkeypatch) -> None:
+    """Here a graph that computes again in its tensors plays that of CUDA."""
+    _, size, model = tiny_model(qlora, opt, torch.float32)
+    opt.integrations.attach_lora(model, 4, 8.0)
+    training = tiny_run(qlora, model, size, 1, CPU)
+    gradients, taken = training.gradients, []
+
+    def recorded(*batch):
+        taken[:] = [batch, gradients(*batch), [p.grad for p in training.parameters]]
+        return taken[1]
+
+    class Graph(contextlib.nullcontext):
+        def replay(self) -> None:
+            batch, *places = taken[0], taken[1], *taken[2]
+            found = gradients(*batch), *(p.grad for p in training.parameters)
+            for place, value in zip(places, found, strict=True):
+                place.copy_(value)
+
+    for name in ("Stream", "current_stream", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
+    training.gradients = recorded
+    replay = qlora.captured(training)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        batch = torch.randint(256, (2, size.batch, size.context), generator=generator)
+        expected = gradients(*batch), [p.grad for p in training.parameters]
+        training.parameters[0].grad = None  # as after optimizer.zero_grad()
+        assert_same_bits(replay(*batch), expected[0])
+        for parameter, gradient in zip(training.parameters, expected[1], strict=True):
+            assert_same_bits(parameter.grad, gradient)
 
 
 def test_options_that_exclude_each_other_are_refused(qlora, tmp_path, capsys) -> None:
