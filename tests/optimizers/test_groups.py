@@ -71,6 +71,7 @@ ADAMW_OPTIONS = [
     ("betas", 0.9, ValueError, "betas must be two numbers"),
     ("betas", (0.9, 1.0), ValueError, "betas must lie in"),
     ("betas", ("a", "b"), TypeError, "betas must be a number"),
+    ("betas", (0.9, torch.tensor(0.95)), TypeError, "betas must be a number"),
     ("eps", -1.0, ValueError, "eps must be finite and at least 0"),
     ("lr", -1.0, ValueError, "lr must be finite"),
     ("weight_decay", "x", TypeError, "weight_decay must be a number"),
@@ -152,6 +153,12 @@ def test_wrong_parameter(opt, make, error, message) -> None:
     assert_unchanged(optimizer)
 
 
+@pytest.mark.parametrize(("make", "error", "message"), PARAMETERS[3:])
+def test_wrong_parameter_of_an_adamw_group(opt, make, error, message) -> None:
+    with pytest.raises(error, match=f"group 0, parameter 0: .*{message}"):
+        opt.Muon([{"params": [make()], "use_muon": False}])
+
+
 def assert_unchanged(optimizer) -> None:
     """One group of one parameter, and nothing of a refused one."""
     assert len(optimizer.param_groups) == 1
@@ -217,6 +224,8 @@ def test_names_and_parameters_are_unique_over_all_groups(opt) -> None:
     with pytest.raises(ValueError, match="this parameter is already group 0, parameter 'w'"):
         optimizer.add_param_group({"params": [SHARED], "use_muon": False})
     assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [matrix()], "use_muon": True})  # groups without names, too
+    assert [optimizer.parameter_names(number) for number in range(2)] == [["w"], [None]]
 
 
 REFUSED = {
@@ -275,6 +284,8 @@ def test_options_that_are_not_there_are_refused_not_ignored(opt) -> None:
     [
         ("Muon", "fused", "every step is fused and can be captured in a CUDA graph"),
         ("Muon", "capturable", "every step is fused and can be captured in a CUDA graph"),
+        ("Muon", "differentiable", ""),
+        ("MuonAdamW", "maximize", ""),
         ("Muon", "amsgrad", "AdamW has no such variant here; leave it out"),
         ("Muon", "betas", "write adamw_betas"),
         ("MuonAdamW", "foreach", "every step is fused and can be captured in a CUDA graph"),

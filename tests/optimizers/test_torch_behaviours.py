@@ -16,73 +16,22 @@ from torch.optim.optimizer import (
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
-from ._infos import (
-    ACCEPTED,
-    TORCH,
-    TORCH_ONLY,
-    LeastSquares,
-    by_class,
-    by_input,
-    error_inputs,
-    make,
-    refused_inputs,
-    torch_error_inputs,
-)
+from ._infos import LeastSquares, by_class, by_input, make
 from ._steps import parameters, train, values
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
 
-@by_class()
-def test_errors(opt, device, name) -> None:
-    """torch's error inputs and sparse and complex tensors, each with its error and message."""
-    for entry in error_inputs(device, torch.float32):
-        given = entry.optimizer_error_input
-        params = LeastSquares(device).params if given.params is None else given.params
-
-        def construct(given=given, params=params):
-            return make(opt, name, params, **given.kwargs)
-
-        if entry.error_on is TORCH.OptimizerErrorEnum.CONSTRUCTION_ERROR:
-            with pytest.raises(entry.error_type, match=entry.error_regex):
-                construct()
-        else:
-            optimizer, before = construct(), values(params)
-            with pytest.raises(entry.error_type, match=entry.error_regex):
-                optimizer.step()
-            assert_all_same_bits(params, before)
-
-
-@by_class()
-def test_what_torch_refuses_and_this_package_accepts(opt, name) -> None:
-    inputs = [entry.optimizer_error_input for entry in torch_error_inputs()]
-    accepted = {given.desc: given for given in inputs if given.desc in ACCEPTED}
-    assert set(accepted) == ACCEPTED
-    for given in accepted.values():
-        optimizer = make(opt, name, given.params, **given.kwargs)
-        assert [optimizer.parameter_names(i) for i in range(2)] == [[None], ["weight"]]
-
-
-@by_class()
-def test_options_of_torchs_implementations_are_refused_not_ignored(opt, device, name) -> None:
-    refused = refused_inputs(device)
-    flags = {flag for entry in refused for flag in TORCH_ONLY & set(entry.kwargs)}
-    assert flags == {"capturable", "maximize", "amsgrad"}
-    for flag in TORCH_ONLY:
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
-            make(opt, name, LeastSquares(device).params, **{flag: True})
-
-
 @pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
 @pytest.mark.sees_defect("compiled and eager steps may differ")
-@by_input()
-def test_a_loop_and_a_batch_agree(opt, device, name, entry) -> None:
+@by_input
+def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
     """The same bits in one group, in a group per parameter, and in another run."""
 
     def run(separate: bool) -> list[nn.Parameter]:
         params = parameters([(10, 5), (10, 5), (10, 7), (3,), (4,)], device=device)
         groups = [{"params": [param]} for param in params] if separate else params
-        optimizer = make(opt, name, groups, **entry.kwargs)
+        optimizer = make(opt, name, groups, **options)
         train(optimizer, params, 3)
         return params
 
@@ -261,16 +210,16 @@ def assert_continues(problem, optimizer, other_problem, other) -> None:
     assert_equal(other.state_dict(), optimizer.state_dict())
 
 
-@by_input()
-def test_a_state_dict_is_deterministic(opt, device, name, entry) -> None:
+@by_input
+def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     """Equal for equal but not identical parameters, untouched by loading it or by a file."""
-    problem, optimizer = stepped(opt, device, name, **entry.kwargs)
-    _, again = stepped(opt, device, name, **entry.kwargs)
+    problem, optimizer = stepped(opt, device, name, **options)
+    _, again = stepped(opt, device, name, **options)
     saved = optimizer.state_dict()
     assert_equal(saved, again.state_dict())
     kept = copy.deepcopy(saved)
     twin = problem.copy()
-    loaded = make(opt, name, twin.params, **entry.kwargs)
+    loaded = make(opt, name, twin.params, **options)
     loaded.load_state_dict(saved)
     assert_equal(saved, kept)
     assert_equal(loaded.state_dict(), kept)
@@ -442,10 +391,10 @@ def test_a_state_dict_may_be_an_ordered_dict(opt, device, name) -> None:
 
 
 @pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")
-@by_input()
-def test_copies_and_pickles(opt, device, name, entry) -> None:
+@by_input
+def test_copies_and_pickles(opt, device, name, options) -> None:
     for copied in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        problem, optimizer = stepped(opt, device, name, **entry.kwargs)
+        problem, optimizer = stepped(opt, device, name, **options)
         other = copied(optimizer)
         public = [{key for key in o.__dict__ if key[0] != "_"} for o in (optimizer, other)]
         assert public[0] == public[1] >= {"defaults", "state", "param_groups", "debug"}
