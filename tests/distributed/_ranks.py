@@ -174,13 +174,14 @@ class Pools:
             pool.close()
 
 
-def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs on so many ranks: each gets the package and what the test is given."""
+def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs on so many ranks, or on `world`: each gets what the test is given."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         opt, *names = inspect.signature(test).parameters.values()
 
         def run(ranks: Any, **given: Any) -> None:
+            world = count or given["world"]
             ranks(world).run(_undecorated, test.__module__, test.__name__, given)
 
         functools.update_wrapper(run, test)

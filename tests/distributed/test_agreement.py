@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ._cases import bits, mesh_of, placement
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_saving import answers_that_come_later
 from .test_sharing import Watch, local, module_of, outcome
 
@@ -140,11 +140,9 @@ def test_the_answer_of_every_team_counts(ranks) -> None:
     assert not written
 
 
-def refused_by_the_second_team(opt) -> list[tuple[str, bool]]:
-    """A gradient is missing on the first team, an option differs on the second one; then neither.
-
-    Of the first one a new plan hears only later, of the second one at once.
-    """
+@on_ranks(4)
+def test_a_step_that_a_team_refuses_leaves_no_question_of_another(opt) -> None:
+    """Its answer would count as that of a step that had been written."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
     norm = nn.Parameter(
@@ -161,15 +159,10 @@ def refused_by_the_second_team(opt) -> list[tuple[str, bool]]:
             if odd:
                 matrices[0].grad = None
             found.append(outcome(optimizer, params))
-    return found
-
-
-def test_a_step_that_a_team_refuses_leaves_no_question_of_another(ranks) -> None:
-    """Its answer would count as that of a step that had been written."""
-    for (message, written), *later in ranks(4).run(refused_by_the_second_team):
-        assert message.startswith("ranks disagree on lr (here ")
-        assert not written
-        assert later == [("none", True)] * 2
+    (message, written), *later = found
+    assert message.startswith("ranks disagree on lr (here ")
+    assert not written
+    assert later == [("none", True)] * 2
 
 
 def many(opt, count: int, which: list[int]) -> str:
@@ -321,7 +314,9 @@ def change(optimizer, case: str, value: Any) -> None:
         group[name] = value
 
 
-def changed_apart(opt, held: str) -> dict[str, list[tuple[str, bool]]]:
+@pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
+@on_ranks(2)
+def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(opt, held) -> None:
     """Per option that one rank changes in the middle: what its step raised, and the next one."""
     changes = {f"0 {name}": value for name, value in MUON.items() if name != "momentum_dtype"}
     changes |= {"0 no beta2": None, "0 Tensor lr": torch.tensor(0.2)}
@@ -335,21 +330,17 @@ def changed_apart(opt, held: str) -> dict[str, list[tuple[str, bool]]]:
             if step == 1:
                 change(optimizer, case, value)
             found[case].append(outcome(optimizer, params))
-    return found
+    for case, steps in found.items():
+        assert steps[0] == ("none", True)
+        for message, written in steps[1:]:
+            assert f"{case.split()[-1]} (here " in message, case
+            assert not written, case
 
 
-@pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
-def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(ranks, held) -> None:
-    for of_rank in ranks(2).run(changed_apart, held):
-        for case, steps in of_rank.items():
-            assert steps[0] == ("none", True)
-            for message, written in steps[1:]:
-                assert f"{case.split()[-1]} (here " in message, case
-                assert not written, case
-
-
-def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
-    """The same for what decides no layout, with answers that come later."""
+@pytest.mark.parametrize("held", HELD)
+@on_ranks(2)
+def test_on_a_device_the_next_step_writes_nothing(opt, held) -> None:
+    """The step that differs is queued, and no other one until state is loaded."""
     found = {}
     names = ("0 lr", "0 momentum", "0 beta2", "0 ns_steps", "1 eps")
     for case, value in zip(names, (0.2, 0.9, 0.9, 3, 1e-6), strict=True):
@@ -362,18 +353,11 @@ def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
                 if step == 1:
                     change(optimizer, case, value)
                 found[case].append(outcome(optimizer, params))
-    return found
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_on_a_device_the_next_step_writes_nothing(ranks, held) -> None:
-    """The step that differs is queued, and no other one until state is loaded."""
-    for of_rank in ranks(2).run(changed_on_a_device, held):
-        for case, steps in of_rank.items():
-            assert steps[:2] == [("none", True)] * 2
-            assert f"{case.split()[-1]} (here " in steps[2][0]
-            assert "an earlier step failed midway" in steps[3][0]
-            assert not steps[2][1] and not steps[3][1]
+    for case, steps in found.items():
+        assert steps[:2] == [("none", True)] * 2
+        assert f"{case.split()[-1]} (here " in steps[2][0]
+        assert "an earlier step failed midway" in steps[3][0]
+        assert not steps[2][1] and not steps[3][1]
 
 
 def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
@@ -393,7 +377,8 @@ def test_on_a_device_a_layout_is_compared_before_anything_is_sent(ranks, held) -
         assert not written
 
 
-def meant_alike(opt) -> list[tuple[str, bool]]:
+@on_ranks(2)
+def test_values_that_mean_the_same_do_not_differ(opt) -> None:
     """Values that mean the same, changing alike from step to step."""
     matrices, others = parameters("process_group")
     names, odd = [f"layers.{k}.w" for k in range(len(matrices))], here()[0] % 2
@@ -408,14 +393,23 @@ def meant_alike(opt) -> list[tuple[str, bool]]:
         optimizer.param_groups[0]["lr"] = 1 + step if odd else 1.0 + step
         give("process_group", params, step)
         found.append(outcome(optimizer, params))
-    return found
+    assert found == [("none", True)] * 3
 
 
-def test_values_that_mean_the_same_do_not_differ(ranks) -> None:
-    assert same_everywhere(ranks(2).run(meant_alike)) == [("none", True)] * 3
+NAMED = {
+    "a matrix more": "number of parameters (here ",
+    "fewer for AdamW": "number of parameters (here ",
+    "another shape": "shapes, dtypes and placements",
+    "a group less": "number of groups (here ",
+    "a group later": "number of groups (here ",
+}
 
 
-def other_parameters(opt, held: str, how: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("how", NAMED)
+@pytest.mark.parametrize(("held", "world"), [("process_group", 2), ("unreduced", 4)])
+@on_ranks()
+def test_other_parameters_are_an_error_on_every_rank(opt, held, how, world) -> None:
+    """The question is as long on all of them."""
     shapes, others = [*SHAPES], [*OTHERS]
     if here()[0] == FAULTY:
         if how == "a matrix more":
@@ -435,25 +429,9 @@ def other_parameters(opt, held: str, how: str) -> tuple[str, bool]:
             added = {"kind": "muon", "params": params[-1:], "lr": 0.1}
             optimizer.add_param_group(added)
     give(held, params, 1)
-    return outcome(optimizer, params)
-
-
-NAMED = {
-    "a matrix more": "number of parameters (here ",
-    "fewer for AdamW": "number of parameters (here ",
-    "another shape": "shapes, dtypes and placements",
-    "a group less": "number of groups (here ",
-    "a group later": "number of groups (here ",
-}
-
-
-@pytest.mark.parametrize("how", NAMED)
-@pytest.mark.parametrize(("held", "world"), [("process_group", 2), ("unreduced", 4)])
-def test_other_parameters_are_an_error_on_every_rank(ranks, held, how, world) -> None:
-    """The question is as long on all of them."""
-    for message, written in ranks(world).run(other_parameters, held, how):
-        assert message.startswith("ranks disagree on ") and NAMED[how] in message
-        assert not written
+    message, written = outcome(optimizer, params)
+    assert message.startswith("ranks disagree on ") and NAMED[how] in message
+    assert not written
 
 
 def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int]]:
@@ -483,7 +461,9 @@ def test_the_question_is_the_one_exchange_that_was_there(ranks, held, small, per
     assert len({*exchanges}) == 1 and exchanges[0] >= 3 * per_chunk
 
 
-def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
+@pytest.mark.parametrize("held", HELD)
+@on_ranks(2)
+def test_a_rate_in_a_tensor_is_compared_without_reading_it(opt, held) -> None:
     """A rate in a Tensor, which one rank changes without anyone seeing it on the host."""
     module, original = module_of(opt, "optimizers.sharded.consistency"), None
     rate, found = torch.tensor(0.1), []
@@ -505,11 +485,5 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
                 rate.fill_(0.2)
             found.append(outcome(optimizer, params))
     assert asked == [2] * 3
-    return found
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_a_rate_in_a_tensor_is_compared_without_reading_it(ranks, held) -> None:
-    for steps in ranks(2).run(tensor_rates, held):
-        assert steps[:2] == [("none", True)] * 2
-        assert "ranks disagree on lr (here " in steps[2][0] and not steps[2][1]
+    assert found[:2] == [("none", True)] * 2
+    assert "ranks disagree on lr (here " in found[2][0] and not found[2][1]

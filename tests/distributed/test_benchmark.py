@@ -15,7 +15,7 @@ from torch import distributed
 
 from ..conftest import ROOT
 from ._arenas import SharedMemory
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import module_of
 
 pytestmark = pytest.mark.dist
@@ -65,8 +65,17 @@ def test_what_the_time_leaves_is_missing(ranks, tmp_path) -> None:
     assert sum("the time was over" in line for line in lines) == 9
 
 
-def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:
-    """Whether a row is ok where rank 1's part of the work goes wrong, and its line."""
+@pytest.mark.parametrize(
+    ("form", "name", "target"),
+    [
+        ("fsdp2", "optimizers.step", "orthogonalize"),
+        ("unreduced-fp16", "optimizers.step", "orthogonalize"),
+        ("unreduced-fp32", "optimizers.sharded.reduce_scatter", "adamw_on"),
+    ],
+)
+@on_ranks(2)
+def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
+    """Updates of one owner that are too long by a hundredth, rows of one that are off a little."""
     step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
     module = module_of(opt, name)
@@ -86,22 +95,8 @@ def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:
             row, line = step.measure(step.Problem("tiny", form), built, here, rounds=1)
         finally:
             setattr(module, target, original)
-    return row.ok, line
-
-
-@pytest.mark.parametrize(
-    ("form", "name", "target"),
-    [
-        ("fsdp2", "optimizers.step", "orthogonalize"),
-        ("unreduced-fp16", "optimizers.step", "orthogonalize"),
-        ("unreduced-fp32", "optimizers.sharded.reduce_scatter", "adamw_on"),
-    ],
-)
-def test_the_gate_finds_wrong_updates(ranks, form, name, target) -> None:
-    """Updates of one owner that are too long by a hundredth, rows of one that are off a little."""
-    for good, line in ranks(2).run(spoiled, form, name, target):
-        assert not good
-        assert "WRONG RESULTS, not timed" in line
+    assert not row.ok
+    assert "WRONG RESULTS, not timed" in line
 
 
 def test_memory_that_graphs_keep_is_counted_once() -> None:
@@ -134,8 +129,9 @@ def test_the_baseline_reduces_gradients_of_its_own(ranks) -> None:
     same_everywhere(ranks(2).run(baselines))
 
 
-def transports(opt) -> list[tuple[str, str, float]]:
-    """(row, transport, figure) of benchmarks/transports.py, in shared memory of this machine."""
+@on_ranks(2)
+def test_every_row_of_transports_is_measured_both_ways(opt) -> None:
+    """Messages and steps have equal bits, or it would have ended."""
     script, step = harness("transports"), harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
     module = module_of(opt, "distributed.transport").GroupTransport
@@ -143,13 +139,8 @@ def transports(opt) -> list[tuple[str, str, float]]:
         patch.setattr(module, "memory", SharedMemory)
         found = [*script.rows(built, here, [], small=True)]
     assert all(one.line().startswith(one.row) for one in found)
-    return [(one.row, one.transport, one.value) for one in found]
-
-
-def test_every_row_of_transports_is_measured_both_ways(ranks) -> None:
-    """Messages and steps have equal bits, or it would have ended."""
-    for rows in ranks(2).run(transports):
-        for name in ("C2", "C3", "C4", "C5", "C7"):
-            assert {transport for row, transport, _ in rows if row == name} == {"nccl", "p2p"}
-        assert {transport for row, transport, _ in rows if row == "C13"} == {"p2p"}
-        assert all(figure > 0 for *_, figure in rows)
+    rows = [(one.row, one.transport, one.value) for one in found]
+    for name in ("C2", "C3", "C4", "C5", "C7"):
+        assert {transport for row, transport, _ in rows if row == name} == {"nccl", "p2p"}
+    assert {transport for row, transport, _ in rows if row == "C13"} == {"p2p"}
+    assert all(figure > 0 for *_, figure in rows)

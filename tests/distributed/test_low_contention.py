@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from ._arenas import SharedMemory
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import message_of, module_of
 
 pytestmark = pytest.mark.dist
@@ -86,7 +86,8 @@ def test_any_dimension_and_dtype(ranks, world) -> None:
     assert min(ranks(world).run(collectives)) > 80
 
 
-def several(opt: Any) -> tuple[list[bool], str]:
+@on_ranks(2)
+def test_several_are_under_way(opt: Any) -> None:
     """Three under way at once, in memory that grows; a fourth has to wait."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     group = distributed.group.WORLD
@@ -107,13 +108,8 @@ def several(opt: Any) -> tuple[list[bool], str]:
                 message = message or message_of(call)
                 for one, of in zip(pending, parts, strict=True):
                     found.append(torch.equal(one.wait(), torch.cat(of)))
-    return found, message
-
-
-def test_several_are_under_way(ranks) -> None:
-    for found, message in ranks(2).run(several):
-        assert len(found) == 24 and all(found)
-        assert message.startswith("ValueError: 3 collectives are under way")
+    assert len(found) == 24 and all(found)
+    assert message.startswith("ValueError: 3 collectives are under way")
 
 
 def wrong_calls(opt: Any) -> list[str]:
@@ -264,7 +260,9 @@ def test_what_a_rank_that_gave_up_writes_is_not_taken(ranks) -> None:
     assert right or zeros
 
 
-def held(opt: Any) -> list[bool]:
+@pytest.mark.sees_defect("what a collective reads is given to others before it was read")
+@on_ranks(2)
+def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
     """Whether what a call reads is alive before and after its wait()."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     group, ranks, found = distributed.group.WORLD, distributed.get_world_size(), []
@@ -283,15 +281,12 @@ def held(opt: Any) -> list[bool]:
             found.append(seen() is not None)
             pending.wait()
             found.append(seen() is None and not out.any())
-    return found
+    assert found == [True] * 4
 
 
-@pytest.mark.sees_defect("what a collective reads is given to others before it was read")
-def test_what_is_read_stays_until_the_wait(ranks) -> None:
-    assert ranks(2).run(held) == [[True] * 4] * 2
-
-
-def growing(opt: Any) -> list[bool]:
+@pytest.mark.sees_defect("a result is taken out of memory that a larger call has let go of")
+@on_ranks(2)
+def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
     """Results of calls that a larger one finds under way; memory that is let go is overwritten."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     arena, found = module_of(opt, "distributed.symmetric.arena").Arena, []
@@ -307,12 +302,7 @@ def growing(opt: Any) -> list[bool]:
         begun = [gathered(module, 16) for _ in range(3)]
         begun.append(gathered(module, 2**20))
         found += [torch.equal(pending.wait(), expected) for pending, expected in begun]
-    return found
-
-
-@pytest.mark.sees_defect("a result is taken out of memory that a larger call has let go of")
-def test_memory_grows_under_calls_that_are_under_way(ranks) -> None:
-    assert ranks(2).run(growing) == [[True] * 4] * 2
+    assert found == [True] * 4
 
 
 def growing_fails(opt: Any) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..optimizers._nanochat import JULY, NanochatMuonAdamW, script
 from ._cases import bits, device
+from ._ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -84,10 +85,12 @@ def test_ranks_give_the_bits_of_one_process(ranks, sharing, options) -> None:
     ranks(2).run(as_one_process, sharing, options)
 
 
-def of_smaller_gradients(opt, sharding: str) -> tuple[list[list[bytes]], list[float]]:
-    """Parameters by gradients times 1, 2^-20 and 1e-5, and their distances from one process's.
+@pytest.mark.parametrize("sharding", ["replicas", "sharded"])
+@on_ranks(2)
+def test_the_size_of_gradients_changes_nothing_on_a_float16_wire(opt, sharding) -> None:
+    """The wire multiplies every matrix by a power of two; rows get the norm 1 behind it.
 
-    One process has no wire; its gradients are those times 2^-20.
+    Float16 rounds the directions: 6e-4 to 8e-4 of an update.
     """
     from torch import distributed
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
@@ -120,15 +123,6 @@ def of_smaller_gradients(opt, sharding: str) -> tuple[list[list[bytes]], list[fl
         found.append([bits(param) for param in params])
         whole = torch.cat([param.flatten() for param in params])
         errors.append(((whole - alone).norm() / alone.norm()).item())
-    return found, errors
-
-
-@pytest.mark.parametrize("sharding", ["replicas", "sharded"])
-def test_the_size_of_gradients_changes_nothing_on_a_float16_wire(ranks, sharding) -> None:
-    """The wire multiplies every matrix by a power of two; rows get the norm 1 behind it.
-
-    Float16 rounds the directions: 6e-4 to 8e-4 of an update.
-    """
-    for (whole, small, other), errors in ranks(2).run(of_smaller_gradients, sharding):
-        assert small == whole != other
-        assert max(errors) < 2e-3, errors
+    whole, small, other = found
+    assert small == whole != other
+    assert max(errors) < 2e-3, errors

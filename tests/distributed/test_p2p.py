@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from ._arenas import Direct, Later, SharedMemory
 from ._cases import CASES, Case, bits, expected_on
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_faults import CLIP, build, give_step
 from .test_graphs import told
 from .test_shared_step import compare
@@ -57,16 +57,13 @@ def test_many_ranks_equal_one(ranks, world, device) -> None:
         assert exchanges > 2 * len(cases) or world == 1
 
 
-def unreduced_direct(opt: Any, limit: int) -> int:
+@pytest.mark.parametrize("limit", [2**28, 20000])
+@on_ranks()
+def test_unreduced_equals_one_rank(opt: Any, world, limit) -> None:
     with Direct(opt) as counted:
         equals_one_rank(opt, "sum", limit)
     assert not counted["without"]
-    return counted["p2p"]
-
-
-@pytest.mark.parametrize("limit", [2**28, 20000])
-def test_unreduced_equals_one_rank(ranks, world, limit) -> None:
-    assert min(ranks(world).run(unreduced_direct, limit)) > 8 or world == 1
+    assert counted["p2p"] > 8 or world == 1
 
 
 TIMEOUT_MS = 1500
@@ -148,13 +145,6 @@ def test_a_late_rank_is_an_error_in_time(doomed, held, how, number, on_threads) 
         assert seconds < 5 * TIMEOUT_MS / 1000 + 10
 
 
-def told_direct(opt: Any, form: str, wire: torch.dtype, inferring: bool) -> tuple[int, int]:
-    with Direct(opt) as counted:
-        replayed = told(opt, form, wire, inferring=inferring)["replayed"]
-    assert not counted["without"]
-    return replayed, counted["p2p"]
-
-
 @pytest.mark.parametrize(
     ("form", "wire", "inferring"),
     [
@@ -164,13 +154,17 @@ def told_direct(opt: Any, form: str, wire: torch.dtype, inferring: bool) -> tupl
     ],
     ids=str,
 )
-def test_stages_are_replayed_between_exchanges(ranks, form, wire, inferring) -> None:
+@on_ranks(2)
+def test_stages_are_replayed_between_exchanges(opt: Any, form, wire, inferring) -> None:
     """Messages are where they were; plans change, and the arena stays."""
-    for replayed, exchanges in ranks(2).run(told_direct, form, wire, inferring):
-        assert replayed > 100 and exchanges > 100
+    with Direct(opt) as counted:
+        replayed = told(opt, form, wire, inferring=inferring)["replayed"]
+    assert not counted["without"]
+    assert replayed > 100 and counted["p2p"] > 100
 
 
-def clipped_fault(opt: Any) -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_step_that_failed_clips_nothing(opt: Any) -> None:
     """A rank is late in a step that clips."""
     names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
     params = on_all("S0", [(8, 6), (8, 6)])
@@ -186,13 +180,8 @@ def clipped_fault(opt: Any) -> tuple[str, bool]:
     with Direct(opt, before, timeout_ms=TIMEOUT_MS):
         optimizer.step(qk_logits={0: torch.tensor([4.0, 4.0])})
         heard = message_of(optimizer.state_dict)
-    return heard, old == [bits(local(param.detach())) for param in params]
-
-
-def test_a_step_that_failed_clips_nothing(ranks) -> None:
-    for heard, same in ranks(2).run(clipped_fault):
-        assert "did not arrive at an exchange" in heard
-        assert same
+    assert "did not arrive at an exchange" in heard
+    assert old == [bits(local(param.detach())) for param in params]
 
 
 def few_slots(opt: Any, slots: int, prefetch: int) -> tuple[Counter[str], set[str]]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import give, gradients, module_of, plain_params
 
 
@@ -287,24 +287,6 @@ def shards_module(opt):
     return importlib.import_module(f"{opt.__name__}.distributed.shards")
 
 
-def compare_with_dtensor(opt, world: int) -> int:
-    shards, checked = shards_module(opt), 0
-    rank = distributed.get_rank()
-    for mesh_shape in MESHES[world]:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        coordinate = mesh.get_coordinate()
-        for shape in SHARDS_SHAPES:
-            whole = torch.arange(math.prod(shape)).reshape(shape)
-            for placements in placements_of(mesh_shape, len(shape)):
-                case = f"rank {rank} of {mesh_shape}, {shape}, {placements}"
-                expected = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-                layout = shards.Layout(shape, mesh_shape, shards.splits_of(placements, len(shape)))
-                assert layout.local_shape(coordinate) == tuple(expected.shape), case
-                assert_boxes(shards, layout.runs(coordinate), whole, expected, case)
-                checked += 1
-    return checked
-
-
 def assert_boxes(shards, runs, whole, local, case) -> None:
     """The boxes of the whole tensor, and of its inner part, take exactly what is held."""
     for cut in (0, 1):
@@ -323,9 +305,23 @@ def assert_boxes(shards, runs, whole, local, case) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_shards_are_those_of_dtensor(ranks, world) -> None:
-    for checked in ranks(world).run(compare_with_dtensor, world):
-        assert checked >= 50 // (5 - world)
+@on_ranks()
+def test_shards_are_those_of_dtensor(opt, world) -> None:
+    shards, checked = shards_module(opt), 0
+    rank = distributed.get_rank()
+    for mesh_shape in MESHES[world]:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        coordinate = mesh.get_coordinate()
+        for shape in SHARDS_SHAPES:
+            whole = torch.arange(math.prod(shape)).reshape(shape)
+            for placements in placements_of(mesh_shape, len(shape)):
+                case = f"rank {rank} of {mesh_shape}, {shape}, {placements}"
+                expected = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                layout = shards.Layout(shape, mesh_shape, shards.splits_of(placements, len(shape)))
+                assert layout.local_shape(coordinate) == tuple(expected.shape), case
+                assert_boxes(shards, layout.runs(coordinate), whole, expected, case)
+                checked += 1
+    assert checked >= 50 // (5 - world)
 
 
 @pytest.mark.dist

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import distribute_tensor
 
 from ._cases import CASES, Case, bits, expected_on, mesh_of, placement, run_alone, run_together
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import give, gradients, message_of, on_all, outcome, placed
 
 pytestmark = pytest.mark.dist
@@ -109,8 +109,10 @@ LOGITS = [[40.0, 5.0, math.nan], [11.0, math.inf, 20.0], None]
 LARGEST = [40.0, 5.0, 20.0]
 
 
-def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
-    """Parameters of this rank, and those of one process that was given the largest logits."""
+@pytest.mark.parametrize("held", ["S0", "R", "process_group", "unreduced"])
+@on_ranks(3)
+def test_ranks_clip_by_the_largest_logits_of_all(opt, held) -> None:
+    """Each measures on its own part of the data; replicas would drift apart."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     arguments = {}
     if held == "process_group":
@@ -139,14 +141,7 @@ def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
             optimizer.step(qk_logits=given and {0: torch.tensor(given)})
         whole = [p.full_tensor() if hasattr(p, "placements") else p for p in params]
         results.append([bits(param) for param in whole])
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("held", ["S0", "R", "process_group", "unreduced"])
-def test_ranks_clip_by_the_largest_logits_of_all(ranks, held) -> None:
-    """Each measures on its own part of the data; replicas would drift apart."""
-    for found, expected in ranks(3).run(clip_by_ranks, held):
-        assert found == expected
+    assert results[0] == results[1]
 
 
 def refused(opt, shape: tuple[int, ...], kind: str) -> str:
@@ -167,20 +162,16 @@ def test_noise_that_would_depend_on_the_shards_is_refused(ranks, kind) -> None:
         assert "use rounding='residual'" in message
 
 
-def refused_at_the_step(opt) -> str:
+@on_ranks(2)
+def test_noise_on_replicas_that_share_the_work_is_refused(opt) -> None:
     """The same for replicas that share the work, which a plan finds out."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
     optimizer = opt.Muon([param], rounding="stochastic", process_group=distributed.group.WORLD)
     message, written = outcome(optimizer, [param])
     assert not written
-    return message
-
-
-def test_noise_on_replicas_that_share_the_work_is_refused(ranks) -> None:
-    for message in ranks(2).run(refused_at_the_step):
-        assert message.startswith("ValueError: ")
-        assert "rounding='stochastic' is not supported" in message
+    assert message.startswith("ValueError: ")
+    assert "rounding='stochastic' is not supported" in message
 
 
 def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:

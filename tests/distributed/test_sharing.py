@@ -212,7 +212,9 @@ def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(opt) -> None:
     assert_as_alone(opt, fresh, 1)
 
 
-def experts_stay(opt) -> Counter:
+@on_ranks(3)
+def test_experts_that_are_sharded_along_themselves_stay_local(opt) -> None:
+    """No communication, and a rank whose experts got no token goes on."""
     (param,) = on_all("S0", [(7, 5, 4)])
     named = [("layers.0.experts.up", param)]
     optimizer = opt.MuonAdamW(
@@ -226,12 +228,7 @@ def experts_stay(opt) -> Counter:
         optimizer.step()
         changed = not torch.equal(before, param.detach().to_local())
     assert changed == (distributed.get_rank() != 1)
-    return watch.calls
-
-
-def test_experts_that_are_sharded_along_themselves_stay_local(ranks) -> None:
-    """No communication, and a rank whose experts got no token goes on."""
-    assert ranks(3).run(experts_stay) == [Counter()] * 3
+    assert watch.calls == Counter()
 
 
 def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
@@ -264,8 +261,10 @@ def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
         assert all(largest <= 3000 // 3 for _, largest in answers)
 
 
-def rows_of_equal_size(opt, wire) -> Counter:
-    """Steps of FSDP2's usual shards, in which no piece may be copied on its own."""
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
+@on_ranks(2)
+def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
+    """Messages, batches and updates are one tensor each, whatever the number of matrices."""
     world = distributed.get_world_size()
     shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
     params, single = on_all("S0", shapes), plain_params(shapes)
@@ -283,13 +282,7 @@ def rows_of_equal_size(opt, wire) -> Counter:
             alone.step()
     for param, expected in zip(params, single, strict=True):
         assert bits(param.detach().full_tensor()) == bits(expected)
-    return copied
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
-def test_equal_runs_of_rows_take_no_copy_each(ranks, wire) -> None:
-    """Messages, batches and updates are one tensor each, whatever the number of matrices."""
-    assert ranks(2).run(rows_of_equal_size, wire) == [Counter()] * 2
+    assert copied == Counter()
 
 
 @pytest.mark.sees_defect("a freed gradient is reused under an asynchronous push")
@@ -320,8 +313,15 @@ def test_a_freed_gradient_may_be_reused_at_once(opt) -> None:
     assert_as_alone(opt, params, 2)
 
 
-def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
-    """Every rank is in two teams of two, along "rows" and "columns"; both of an axis disagree."""
+@pytest.mark.sees_defect(
+    "only the first team's answer is checked",
+    "        for number, comparison in enumerate(comparisons):\n",
+    "        for number, comparison in enumerate(comparisons[:1]):\n",
+)
+@pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
+@on_ranks(4)
+def test_every_teams_answer_counts(opt, axis, layer) -> None:
+    """Whichever team disagrees, all of its ranks raise before anything is written."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     params, places = plain_params(), {"rows": slice(0, 3), "columns": slice(3, 6)}
     for name, place in places.items():
@@ -330,20 +330,9 @@ def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
     give(params, gradients(params, 0))
     if mesh.get_local_rank(axis) == 1:
         params[places[axis]][1].grad = None
-    return outcome(optimizer, params)
-
-
-@pytest.mark.sees_defect(
-    "only the first team's answer is checked",
-    "        for number, comparison in enumerate(comparisons):\n",
-    "        for number, comparison in enumerate(comparisons[:1]):\n",
-)
-@pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
-def test_every_teams_answer_counts(ranks, axis, layer) -> None:
-    """Whichever team disagrees, all of its ranks raise before anything is written."""
-    for message, written in ranks(4).run(disagree_in_a_team, axis):
-        assert "disagree on which parameters have gradients" in message and layer in message
-        assert not written
+    message, written = outcome(optimizer, params)
+    assert "disagree on which parameters have gradients" in message and layer in message
+    assert not written
 
 
 @on_ranks(3)

@@ -185,7 +185,12 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert_same_bits(found[name], value)
 
 
-def merge_shards(opt: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "how"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (2, "rows")], ids=str
+)
+@on_ranks()
+def test_merging_writes_into_the_shards(opt: Any, world: int, how: str) -> None:
+    """Of four ranks the last one holds none of the five experts."""
     from .._compare import assert_error_at_most
     from ..integrations.test_transformers import FP32
 
@@ -204,14 +209,6 @@ def merge_shards(opt: Any, how: str) -> None:
     opt.integrations.unmerge_lora(model)
     assert_equal(stacks(model), before)
     assert_error_at_most(logits(model), adapted, FP32)
-
-
-@pytest.mark.parametrize(
-    ("world", "how"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (2, "rows")], ids=str
-)
-def test_merging_writes_into_the_shards(ranks, world: int, how: str) -> None:
-    """Of four ranks the last one holds none of the five experts."""
-    ranks(world).run(merge_shards, how)
 
 
 def merge_nan(opt: Any) -> str:

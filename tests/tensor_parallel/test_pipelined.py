@@ -14,6 +14,7 @@ from torch import distributed
 
 from ..conftest import module_fixture
 from ..distributed._arenas import SharedMemory
+from ..distributed._ranks import on_ranks
 from ..distributed.test_sharing import module_of
 
 pipelined = module_fixture("tensor_parallel.pipelined")
@@ -197,7 +198,8 @@ def test_sizes_and_dtypes_are_checked_before_any_rank_is_asked(pipelined):
         make(None, 0, 8, HALF, "cuda")
 
 
-def _made_by_all_ranks(opt) -> None:
+@on_ranks(2)
+def test_processes_make_it_together(opt) -> None:
     """Sizes are compared, what cannot be had is said, and in shared memory it runs."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     make = opt.tensor_parallel.PipelinedAllGatherMatmul
@@ -216,7 +218,3 @@ def _made_by_all_ranks(opt) -> None:
         assert torch.equal(product(part(call, rank), B), exact)
     distributed.barrier()
     product.close()
-
-
-def test_processes_make_it_together(ranks):
-    ranks(2).run(_made_by_all_ranks)

@@ -92,7 +92,8 @@ def test_zeros_nan_empty_and_refused(opt) -> None:
         sharded(torch.zeros(4, 4), method="svd")
 
 
-def _uneven(opt) -> None:
+@on_ranks(4)
+def test_rows_that_differ_are_agreed_on(opt) -> None:
     """Ranks learn of rows that differ: 3 + 3 + 3 + 1 of 8 columns are tall, 4 * 1 would be wide."""
     sharded, rank = opt.tensor_parallel.sharded_newton_schulz, distributed.get_rank()
     sizes = (3, 3, 3, 1)
@@ -102,10 +103,6 @@ def _uneven(opt) -> None:
     torch.testing.assert_close(found, opt.orthogonalize(x).split(sizes)[rank])
     with pytest.raises(ValueError, match=r"one number of columns.*\[8, 8, 8, 9\]"):
         sharded(torch.zeros(3, 9 if rank == 3 else 8))
-
-
-def test_rows_that_differ_are_agreed_on(ranks) -> None:
-    ranks(4).run(_uneven, timeout=30)
 
 
 def test_rows_are_not_asked_for_in_a_capture(newton_schulz, monkeypatch) -> None:
