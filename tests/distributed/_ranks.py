@@ -174,15 +174,18 @@ class Pools:
             pool.close()
 
 
-def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs on so many ranks, or on `world`: each gets what the test is given."""
+def on_ranks(count: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that runs on so many ranks, or on `world`: each gets what the test is given.
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    What it returns, if anything, must be the same on all of them.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         opt, *names = inspect.signature(test).parameters.values()
 
         def run(ranks: Any, **given: Any) -> None:
             world = count or given["world"]
-            ranks(world).run(_undecorated, test.__module__, test.__name__, given)
+            same_everywhere(ranks(world).run(_undecorated, test.__module__, test.__name__, given))
 
         functools.update_wrapper(run, test)
         run.__signature__ = inspect.Signature([opt.replace(name="ranks"), *names])
@@ -191,8 +194,8 @@ def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-def _undecorated(opt: Any, module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(opt, **given)
+def _undecorated(opt: Any, module: str, name: str, given: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(module), name).__wrapped__(opt, **given)
 
 
 def same_everywhere(values: Sequence[Any]) -> Any:

@@ -115,8 +115,9 @@ def test_so_it_is_without_any_matrix(ranks, held) -> None:
     assert after == ("none", True)
 
 
-def on_two_meshes(opt) -> tuple[str, bool]:
-    """Matrices on all ranks, and parameters for AdamW on half of them each, as norms of TP."""
+@on_ranks(4)
+def test_the_answer_of_every_team_counts(opt) -> Any:
+    """Not only that of the ranks that share matrices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
     norms = [
@@ -130,14 +131,10 @@ def on_two_meshes(opt) -> tuple[str, bool]:
     give("HSDP", params, 0)
     if here()[0] >= 2:  # one rank of both halves
         norms[1].grad = None
-    return outcome(optimizer, params)
-
-
-def test_the_answer_of_every_team_counts(ranks) -> None:
-    """Not only that of the ranks that share matrices."""
-    message, written = same_everywhere(ranks(4).run(on_two_meshes))
+    message, written = outcome(optimizer, params)
     assert "parameters have gradients: group 1, parameter 1. Give zeros" in message
     assert not written
+    return message
 
 
 @on_ranks(4)
@@ -213,18 +210,16 @@ def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
     assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
 
 
-def clipped_apart(opt) -> tuple[str, bool]:
+@on_ranks(2)
+def test_ranks_that_clip_by_another_configuration_are_an_error(opt) -> Any:
+    """It decides what QK-clip sends."""
     config = {"threshold": 50.0} if here()[0] == FAULTY else None
     muon = {"names": [f"layers.{k}.w" for k in range(len(SHAPES))]}
     optimizer, params = made(opt, "S0", muon=muon, clip_config=config)
     give("S0", params, 0)
-    return outcome(optimizer, params)
-
-
-def test_ranks_that_clip_by_another_configuration_are_an_error(ranks) -> None:
-    """It decides what QK-clip sends."""
-    message, written = same_everywhere(ranks(2).run(clipped_apart))
+    message, written = outcome(optimizer, params)
     assert message.startswith("ranks disagree on clip_config. Give") and not written
+    return message
 
 
 # Options of a group of matrices, of one for AdamW, and arguments: the value of rank 1 alone.
@@ -360,21 +355,18 @@ def test_on_a_device_the_next_step_writes_nothing(opt, held) -> None:
         assert not steps[2][1] and not steps[3][1]
 
 
-def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("held", HELD)
+@on_ranks(2)
+def test_on_a_device_a_layout_is_compared_before_anything_is_sent(opt, held) -> None:
     """The first answer is waited for on any device: sizes of messages depend on it."""
     config = opt.DistributedConfig(torch.float16 if here()[0] == FAULTY else None)
     with pytest.MonkeyPatch.context() as patch:
         answers_that_come_later(opt, patch)
         optimizer, params = made(opt, held, distributed=config)
         give(held, params, 0)
-        return outcome(optimizer, params)
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_on_a_device_a_layout_is_compared_before_anything_is_sent(ranks, held) -> None:
-    for message, written in ranks(2).run(plans_apart_on_a_device, held):
-        assert "wire_dtype (here " in message
-        assert not written
+        message, written = outcome(optimizer, params)
+    assert "wire_dtype (here " in message
+    assert not written
 
 
 @on_ranks(2)
@@ -434,31 +426,27 @@ def test_other_parameters_are_an_error_on_every_rank(opt, held, how, world) -> N
     assert not written
 
 
-def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int]]:
-    """All-reduces and all-to-alls of every step, under a schedule."""
+@pytest.mark.parametrize(
+    ("held", "small", "per_chunk"),
+    [("process_group", 0, 1), ("S0", 0, 2), ("HSDP", 0, 2), ("unreduced", 1, 2)],
+)
+@on_ranks(4)
+def test_the_question_is_the_one_exchange_that_was_there(opt, held, small, per_chunk) -> Any:
+    """Before options and AdamW's gradients were asked for it was one all-reduce a step, too."""
     config = opt.DistributedConfig(torch.float32)
-    optimizer, params = made(opt, held, matrices, others, distributed=config)
+    optimizer, params = made(opt, held, SHAPES, OTHERS, distributed=config)
     calls = []
-    for step in range(steps):
+    for step in range(3):
         give(held, params, step)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + step)
         with Watch(opt) as watch:
             optimizer.step()
         calls.append((watch.calls["all_reduce"], watch.calls["all_to_all"]))
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("held", "small", "per_chunk"),
-    [("process_group", 0, 1), ("S0", 0, 2), ("HSDP", 0, 2), ("unreduced", 1, 2)],
-)
-def test_the_question_is_the_one_exchange_that_was_there(ranks, held, small, per_chunk) -> None:
-    """Before options and AdamW's gradients were asked for it was one all-reduce a step, too."""
-    calls = same_everywhere(ranks(4).run(counted, held, SHAPES, OTHERS, 3))
     exchanges = [all_to_all for _, all_to_all in calls]
     assert [all_reduce - small for all_reduce, _ in calls] == [1 + (held == "unreduced"), 1, 1]
     assert len({*exchanges}) == 1 and exchanges[0] >= 3 * per_chunk
+    return calls
 
 
 @pytest.mark.parametrize("held", HELD)

@@ -15,7 +15,7 @@ from torch import distributed
 
 from ..conftest import ROOT
 from ._arenas import SharedMemory
-from ._ranks import on_ranks, same_everywhere
+from ._ranks import on_ranks
 from .test_sharing import module_of
 
 pytestmark = pytest.mark.dist
@@ -108,7 +108,8 @@ def test_memory_that_graphs_keep_is_counted_once() -> None:
     assert harness("harness.optimizer_step.several_gpus").kept_by_graphs(segments) == 28 + 16
 
 
-def baselines(opt) -> list[float]:
+@on_ranks(2)
+def test_the_baseline_reduces_gradients_of_its_own(opt) -> list[float]:
     """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
     step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
@@ -123,10 +124,6 @@ def baselines(opt) -> list[float]:
         assert all(map(torch.equal, kept, (param.grad for param in case.matrices)))
         assert first.data_ptr() == case.matrices[0].data_ptr()
     return [first.sum().item()]
-
-
-def test_the_baseline_reduces_gradients_of_its_own(ranks) -> None:
-    same_everywhere(ranks(2).run(baselines))
 
 
 @on_ranks(2)

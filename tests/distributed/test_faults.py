@@ -89,7 +89,9 @@ def throw(error: BaseException) -> None:
     raise error
 
 
-def interrupted_beside_the_gathers(opt: Any, replayed: bool) -> list[str]:
+@pytest.mark.parametrize("replayed", [False, True], ids=["first step", "with graphs"])
+@on_ranks(2)
+def test_an_interrupt_beside_the_gathers(opt: Any, replayed) -> Any:
     """Ctrl-C on every rank, in what it does under the first gathers, without or with graphs."""
     params = [*plain_params(), torch.nn.Parameter(torch.ones(3))]
     groups = [{"kind": "muon", "params": params[:-1]}, {"kind": "adamw", "params": params[-1:]}]
@@ -110,19 +112,18 @@ def interrupted_beside_the_gathers(opt: Any, replayed: bool) -> list[str]:
         for _ in range(3):
             optimizer.step()
         counts = optimizer.state_dict()["state"][len(params) - 1]["step"]
-    return [*messages, str(counts.item())]
-
-
-@pytest.mark.parametrize("replayed", [False, True], ids=["first step", "with graphs"])
-def test_an_interrupt_beside_the_gathers(ranks, replayed) -> None:
-    heard, *later, counts = same_everywhere(ranks(2).run(interrupted_beside_the_gathers, replayed))
+    heard, *later, counts = [*messages, str(counts.item())]
     assert "KeyboardInterrupt" in heard
     assert all("an earlier step failed midway" in message for message in later), later
     assert float(counts) == (15 if replayed else 4)
+    return heard, later, counts
 
 
-def wide_statistics(opt: Any, held: str, narrow: torch.dtype) -> tuple[str, bool]:
-    """What is said of float64 second moments of float32 directions, and whether all is as it was"""
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("held", ["sharded", "replicated", "unreduced"])
+@on_ranks(2)
+def test_statistics_wider_than_what_travels_are_refused(opt: Any, held, narrow) -> Any:
+    """On all ranks alike, before anything is sent or written."""
     params = [torch.nn.Parameter(param.detach().double()) for param in plain_params()]
     options = {"kind": "muon", "lr": 0.1, "momentum_dtype": narrow, "beta2": 0.9}
     if held == "unreduced":
@@ -139,16 +140,9 @@ def wide_statistics(opt: Any, held: str, narrow: torch.dtype) -> tuple[str, bool
     if held != "unreduced":
         optimizer.param_groups[0]["beta2"] = None
         optimizer.step()
-    return message, same
-
-
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("held", ["sharded", "replicated", "unreduced"])
-def test_statistics_wider_than_what_travels_are_refused(ranks, held, narrow) -> None:
-    """On all ranks alike, before anything is sent or written."""
-    message, same = same_everywhere(ranks(2).run(wide_statistics, held, narrow))
     assert message.startswith("ValueError: group 0, parameter 0: beta2 with momentum_dtype=")
     assert same
+    return message
 
 
 FAULTY = 1

@@ -128,7 +128,9 @@ def test_three_ranks(ranks) -> None:
         assert found["begun"] > 4
 
 
-def anew(opt: Any, how: str) -> tuple[int, int]:
+@pytest.mark.parametrize("how", ["added up", "thrown away"])
+@on_ranks(2)
+def test_what_left_too_early_is_sent_again(opt: Any, how) -> Any:
     """A pass that is not the last one, or is thrown away: what had left is sent again."""
     with Hooked(opt) as counted:
         optimizer, params = made(opt, 1)
@@ -144,13 +146,10 @@ def anew(opt: Any, how: str) -> tuple[int, int]:
         optimizer.state_dict()
     for param, other in zip(params, expected, strict=True):
         assert bits(param) == bits(other)
-    return counted["begun"], counted["dropped"]
-
-
-@pytest.mark.parametrize("how", ["added up", "thrown away"])
-def test_what_left_too_early_is_sent_again(ranks, how) -> None:
-    begun, dropped = same_everywhere(ranks(2).run(anew, how))
+    begun = counted["begun"]
+    dropped = counted["dropped"]
     assert dropped == 2 and begun > 4
+    return begun
 
 
 def at_random(opt: Any, seed: int) -> int:
@@ -310,22 +309,20 @@ def test_a_rank_that_sends_anew_alone_is_noticed(doomed, how) -> None:
         assert "this rank alone got a new plan" in second
 
 
-def without_p2p(opt: Any, strict: bool) -> tuple[str, list[str]]:
+@pytest.mark.parametrize("strict", [False, True])
+@on_ranks(2)
+def test_where_nothing_can_leave_it_is_said(opt: Any, strict) -> Any:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         plan = module_of(opt, "optimizers.sharded.shared_plan")
         patch.setattr(plan, "say_once", lambda text, *given: said.append(text % given))
         optimizer, params = made(opt, 1, transport="nccl", strict=strict)
         backward(params, 3)
-        return message_of(optimizer.step), said
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_where_nothing_can_leave_it_is_said(ranks, strict) -> None:
-    heard, said = same_everywhere(ranks(2).run(without_p2p, strict))
+        heard = message_of(optimizer.step)
     (text,) = [heard] if strict else said
     assert text.removeprefix("CommUnavailable: ").startswith("reduce_in_backward sends nothing")
     assert strict != (heard == "none")
+    return said
 
 
 def left_out(opt: Any, why: str) -> tuple[list[str], int, bool]:
@@ -361,7 +358,9 @@ def test_what_may_not_leave_in_backward_goes_in_the_step(ranks, device, why) -> 
         assert len(said) == 1 and "wire_dtype of float32, and parameters that train" in said[0]
 
 
-def captured(opt: Any) -> tuple[int, int, str]:
+@pytest.mark.sees_defect("after a captured backward pass every step raises, for ever")
+@on_ranks(2)
+def test_a_captured_pass_takes_back_what_had_left(opt: Any) -> Any:
     """A backward pass is captured behind an eager one; replays, of which Python sees nothing."""
     with Hooked(opt) as counted, pytest.MonkeyPatch.context() as patch:
         module = module_of(opt, "optimizers.sharded.in_backward")
@@ -386,13 +385,10 @@ def captured(opt: Any) -> tuple[int, int, str]:
             patch.undo()
         optimizer.state_dict()
         same = [bits(param) for param in params] == [bits(param) for param in expected]
-    return begun, counted["dropped"], str(same)
-
-
-@pytest.mark.sees_defect("after a captured backward pass every step raises, for ever")
-def test_a_captured_pass_takes_back_what_had_left(ranks) -> None:
-    begun, dropped, same = same_everywhere(ranks(2).run(captured))
+    dropped = counted["dropped"]
+    same = str(same)
     assert begun > 1 and dropped == 1 and same == "True"
+    return begun
 
 
 class Stream:

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from ._arenas import Direct, SharedMemory
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_sharing import assert_as_alone, give, gradients, message_of, module_of, on_all
 
 GPU = {"host": "a", "missing": "", "overlap": False}
@@ -230,22 +230,22 @@ def test_what_cannot_be_had_is_said_once_or_raises(ranks, what, strict) -> None:
     assert found["raised"] == expected
 
 
-def strict_on_one(opt: Any, rank: int) -> str:
-    config = opt.DistributedConfig(transport="p2p", strict=distributed.get_rank() == rank)
-    params = on_all("S0")
-    give(params, gradients(params, 0))
-    return message_of(lambda: opt.Muon(params, distributed=config).step())
-
-
 @pytest.mark.dist
 @pytest.mark.sees_defect("a rank that is strict raises alone, and the others wait for it")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_is_strict_is_enough(ranks, rank) -> None:
-    message = same_everywhere(ranks(2).run(strict_on_one, rank))
+@on_ranks(2)
+def test_one_rank_that_is_strict_is_enough(opt: Any, rank) -> None:
+    config = opt.DistributedConfig(transport="p2p", strict=distributed.get_rank() == rank)
+    params = on_all("S0")
+    give(params, gradients(params, 0))
+    message = message_of(lambda: opt.Muon(params, distributed=config).step())
     assert message == f"CommUnavailable: transport='p2p' cannot be taken: {SAID['no CUDA peers']}"
 
 
-def slots_run_out(opt: Any, strict: bool) -> tuple[str, list[str], set[str]]:
+@pytest.mark.dist
+@pytest.mark.parametrize("strict", [False, True])
+@on_ranks(2)
+def test_a_message_without_a_slot_is_not_silent(opt: Any, strict) -> Any:
     """A plan that has more messages alive than it said."""
     policy, lines = module_of(opt, "distributed.policy"), []
     handler = logging.Handler()
@@ -261,19 +261,14 @@ def slots_run_out(opt: Any, strict: bool) -> tuple[str, list[str], set[str]]:
         give(params, gradients(params, 0))
         raised = message_of(optimizer.step)
     policy.logger.removeHandler(handler)
-    return raised, lines, {row["transport"] for row in optimizer.comm_report()}
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_message_without_a_slot_is_not_silent(ranks, strict) -> None:
-    raised, lines, transports = same_everywhere(ranks(2).run(slots_run_out, strict))
+    transports = {row["transport"] for row in optimizer.comm_report()}
     assert ("CommUnavailable" in raised and "no slot was free: slots=2" in raised) == strict
     if not strict:
         assert raised == "none"
         assert transports == {"p2p", "gloo"}
         (line,) = lines
         assert "no slot was free: slots=2" in line
+    return lines
 
 
 def what_auto_takes(opt: Any, trusted: bool, slow: bool) -> tuple[set[str], set[str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from ._arenas import SharedMemory
-from ._ranks import on_ranks, same_everywhere
+from ._ranks import on_ranks
 from .test_sharing import message_of, module_of
 
 pytestmark = pytest.mark.dist
@@ -198,7 +198,9 @@ def test_a_late_rank_is_an_error_of_the_next_call(ranks) -> None:
         assert zeros == 1 and again
 
 
-def at_different_calls(opt: Any) -> tuple[str, bool]:
+@pytest.mark.sees_defect("a rank that goes on behind a late one is given the rows of another call")
+@on_ranks(2)
+def test_ranks_at_different_calls_raise(opt: Any) -> Any:
     """The host of rank 1 learns of a late rank one call behind rank 0, and both go on."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     check, passed = module.LowContention.check, []
@@ -220,14 +222,10 @@ def at_different_calls(opt: Any) -> tuple[str, bool]:
                     torch.cuda.synchronize()
         message = message_of(lambda: gathered(module, 4)[0].wait())
         pending, expected = gathered(module, 4, distributed.new_group())
-        return message, torch.equal(pending.wait(), expected)
-
-
-@pytest.mark.sees_defect("a rank that goes on behind a late one is given the rows of another call")
-def test_ranks_at_different_calls_raise(ranks) -> None:
-    message, goes_on = same_everywhere(ranks(2).run(at_different_calls))
+        goes_on = torch.equal(pending.wait(), expected)
     assert message.startswith("RuntimeError: the ranks are at calls [4, 5] of this group's")
     assert goes_on
+    return message
 
 
 def overwritten(opt: Any) -> tuple[bool, bool]:
@@ -305,7 +303,8 @@ def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
     assert found == [True] * 4
 
 
-def growing_fails(opt: Any) -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_call_that_finds_no_room_leaves_nothing_closed(opt: Any) -> None:
     """There is no room for larger memory: an error, and smaller calls go on."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     transport = module_of(opt, "distributed.transport").GroupTransport
@@ -321,13 +320,9 @@ def growing_fails(opt: Any) -> tuple[str, bool]:
             patch.setattr(transport, "memory", Full)
             message = message_of(lambda: gathered(module, 2**20))
         pending, expected = gathered(module, 4)
-        return message, torch.equal(pending.wait(), expected)
-
-
-def test_a_call_that_finds_no_room_leaves_nothing_closed(ranks) -> None:
-    for message, goes_on in ranks(2).run(growing_fails):
-        assert message.startswith("CommUnavailable: ") and "no room for an arena" in message
-        assert goes_on
+        goes_on = torch.equal(pending.wait(), expected)
+    assert message.startswith("CommUnavailable: ") and "no room for an arena" in message
+    assert goes_on
 
 
 def test_groups_of_one_name_share_nothing(opt, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from ._cases import bits
-from ._ranks import same_everywhere
+from ._ranks import on_ranks, same_everywhere
 from .test_agreement import here
 from .test_sharing import Watch, module_of, outcome
 
@@ -60,8 +60,10 @@ class Exchanges:
         self.module.exchange = self.kept
 
 
-def unreduced(opt, index: int) -> tuple[str, bool, str, bool]:
-    """One gradient differs; then it is reduced."""
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+@on_ranks()
+def test_replicas_with_different_gradients_are_an_error_on_every_rank(opt, world, index) -> Any:
+    """Nothing is written; when the gradients are reduced, the step goes on."""
     params = model()
     optimizer = optimizer_of(opt, params)
     give(params, 1)
@@ -69,13 +71,7 @@ def unreduced(opt, index: int) -> tuple[str, bool, str, bool]:
         params[index].grad += 1
     first = outcome(optimizer, params)
     give(params, 1)
-    return (*first, *outcome(optimizer, params))
-
-
-@pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_replicas_with_different_gradients_are_an_error_on_every_rank(ranks, world, index) -> None:
-    """Nothing is written; when the gradients are reduced, the step goes on."""
-    message, written, after, moved = same_everywhere(ranks(world).run(unreduced, index))
+    message, written, after, moved = (*first, *outcome(optimizer, params))
     if world == 1:
         assert (message, written) == ("none", True)
         return
@@ -84,24 +80,25 @@ def test_replicas_with_different_gradients_are_an_error_on_every_rank(ranks, wor
     assert message.startswith(f"ranks {', '.join(map(str, range(world)))} ")
     assert not written
     assert (after, moved) == ("none", True)
+    return message, after, moved
 
 
-def missing_on_one(opt, count: int) -> tuple[str, bool]:
+@pytest.mark.parametrize("count", [1, len(SHAPES)])
+@on_ranks(2)
+def test_gradients_that_a_replica_misses_are_an_error(opt, count) -> Any:
     params = model()
     optimizer = optimizer_of(opt, params)
     give(params, 1)
     for param in params[:count] if here()[0] else []:
         param.grad = None
-    return outcome(optimizer, params)
-
-
-@pytest.mark.parametrize("count", [1, len(SHAPES)])
-def test_gradients_that_a_replica_misses_are_an_error(ranks, count) -> None:
-    message, written = same_everywhere(ranks(2).run(missing_on_one, count))
+    message, written = outcome(optimizer, params)
     assert "different gradients" in message and not written
+    return message
 
 
-def reduced(opt) -> tuple[list[tuple[str, bool]], int, int]:
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world) -> Any:
     """Steps with equal gradients, the first one of a copy, too."""
     params = model()
     optimizer = optimizer_of(opt, params)
@@ -114,17 +111,16 @@ def reduced(opt) -> tuple[list[tuple[str, bool]], int, int]:
         for group in copied.param_groups:
             give(group["params"], 5)
         copied.step()
-    return found, exchanges.count, sum(watch.calls.values())
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_reduced_gradients_are_compared_once_and_without_a_collective(ranks, world) -> None:
-    found, exchanged, collectives = same_everywhere(ranks(world).run(reduced))
+    exchanged = exchanges.count
+    collectives = sum(watch.calls.values())
     assert found == [("none", False), *[("none", True)] * 4]
     assert (exchanged, collectives) == (1, 0)
+    return exchanged, collectives
 
 
-def on_their_own(opt, how: str) -> tuple[str, bool, int]:
+@pytest.mark.parametrize("how", ["other values", "other shapes", "other numbers", "said so"])
+@on_ranks(2)
+def test_ranks_that_train_on_their_own_go_on(opt, how) -> None:
     """Ranks that train different models, or say that they do."""
     rank = here()[0]
     arguments, params = {}, model()
@@ -142,12 +138,7 @@ def on_their_own(opt, how: str) -> tuple[str, bool, int]:
         start = time.monotonic()
         found = outcome(optimizer, params)
         assert time.monotonic() - start < optimizer._ranks.config.timeout == 30
-    return (*found, exchanges.count)
-
-
-@pytest.mark.parametrize("how", ["other values", "other shapes", "other numbers", "said so"])
-def test_ranks_that_train_on_their_own_go_on(ranks, how) -> None:
-    found = same_everywhere(ranks(2).run(on_their_own, how))
+    found = (*found, exchanges.count)
     assert found == ("none", True, int(how != "said so"))
 
 

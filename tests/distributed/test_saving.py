@@ -46,20 +46,20 @@ def sharing(opt: Any, held: str) -> tuple[Any, list[Any]]:
     return opt.Muon(params), params
 
 
-def save_a_part(opt: Any, held: str, saver: str, folder: Path) -> tuple[str, bool]:
-    optimizer, _ = sharing(opt, held)
-    return message_of(lambda: getattr(opt, saver)(optimizer, folder)), folder.exists()
-
-
 @pytest.mark.parametrize("saver", ["save_optimizer", "save_optimizer_async"])
 @pytest.mark.parametrize("held", ["sharded", "unreduced"])
-def test_a_part_of_the_state_is_not_saved_as_the_whole(ranks, held, saver, tmp_path) -> None:
+@on_ranks(2)
+def test_a_part_of_the_state_is_not_saved_as_the_whole(opt: Any, held, saver, tmp_path) -> Any:
     """Such a file would have the shapes of one rank's shards, and nothing could load it."""
-    message, written = same_everywhere(ranks(2).run(save_a_part, held, saver, tmp_path / "saved"))
+    folder = tmp_path / "saved"
+    optimizer, _ = sharing(opt, held)
+    message = message_of(lambda: getattr(opt, saver)(optimizer, folder))
+    written = folder.exists()
     assert message.startswith("TypeError: ")
     assert "save it with torch.distributed.checkpoint" in message
     assert ("'unreduced'" if held == "unreduced" else "group 0, parameter 0") in message
     assert not written
+    return message
 
 
 def save_replicas(opt: Any, folder: Path) -> None:
@@ -129,7 +129,9 @@ def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def offload_of_parts(opt: Any) -> tuple[str, bool]:
+@on_ranks(2)
+def test_offload_of_a_part_of_the_state_is_refused(opt: Any) -> Any:
+    """Before anything has moved."""
     params = [torch.nn.Parameter(torch.ones(40, 30)), *plain_params()]
     groups = [
         {"kind": "adamw", "params": params[:1], "lr": 0.1},  # in slices
@@ -140,14 +142,10 @@ def offload_of_parts(opt: Any) -> tuple[str, bool]:
     for param in params:
         param.grad = torch.full_like(param, 1.0 + distributed.get_rank())
     optimizer.step()
-    return message, optimizer.offloaded
-
-
-def test_offload_of_a_part_of_the_state_is_refused(ranks) -> None:
-    """Before anything has moved."""
-    message, offloaded = same_everywhere(ranks(2).run(offload_of_parts))
+    offloaded = optimizer.offloaded
     assert message.startswith("ValueError: CPU offload is not supported with gradients='unre")
     assert not offloaded
+    return message
 
 
 def full_state(opt: Any) -> list[str]:
@@ -220,9 +218,10 @@ def test_a_part_that_one_rank_refuses_to_load_stops_all(ranks, held, spoilt, lat
         assert len(stopped) == 2 and all(said in message for message in stopped), stopped
 
 
-def load_what_all_refuse(opt: Any, held: str) -> list[str]:
+@on_ranks(2)
+def test_what_all_ranks_refuse_changes_nothing(opt: Any) -> Any:
     """All ranks refuse a state_dict, and go on as if it had not been."""
-    optimizer, params = sharing(opt, held)
+    optimizer, params = sharing(opt, "sharded")
     give(params, gradients(params, 2))
     optimizer.step()  # which makes the state
     bad = copy.deepcopy(optimizer.state_dict())
@@ -232,13 +231,10 @@ def load_what_all_refuse(opt: Any, held: str) -> list[str]:
         messages.append(message_of(lambda: optimizer.load_state_dict(bad)))
         give(params, gradients(params, seed))
         messages.append(message_of(optimizer.step))
-    return messages
-
-
-def test_what_all_ranks_refuse_changes_nothing(ranks) -> None:
-    refused, stepped, *again = same_everywhere(ranks(2).run(load_what_all_refuse, "sharded"))
+    refused, stepped, *again = messages
     assert "the loaded state has no" in refused and stepped == "none"
     assert again == [refused, stepped]
+    return refused
 
 
 @on_ranks(2)

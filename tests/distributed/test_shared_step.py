@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import distribute_tensor
 
 from ._cases import CASES, Case, bits, expected_on, mesh_of, placement, run_alone, run_together
-from ._ranks import on_ranks, same_everywhere
+from ._ranks import on_ranks
 from .test_sharing import give, gradients, message_of, on_all, outcome, placed
 
 pytestmark = pytest.mark.dist
@@ -144,22 +144,15 @@ def test_ranks_clip_by_the_largest_logits_of_all(opt, held) -> None:
     assert results[0] == results[1]
 
 
-def refused(opt, shape: tuple[int, ...], kind: str) -> str:
-    """The message for noise on a sharded parameter."""
-    (param,) = placed([torch.ones(shape).bfloat16()], mesh_of((2,)), [placement("S0")])
-    return message_of(
-        lambda: opt.MuonAdamW(
-            [{"kind": kind, "params": [param], "lr": 1e-3, "rounding": "stochastic"}]
-        )
-    )
-
-
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_noise_that_would_depend_on_the_shards_is_refused(ranks, kind) -> None:
-    for message in ranks(2).run(refused, (4, 4), kind):
-        assert message.startswith("ValueError: ")
-        assert "rounding='stochastic' is not supported" in message
-        assert "use rounding='residual'" in message
+@on_ranks(2)
+def test_noise_that_would_depend_on_the_shards_is_refused(opt, kind) -> None:
+    (param,) = placed([torch.ones(4, 4).bfloat16()], mesh_of((2,)), [placement("S0")])
+    group = {"kind": kind, "params": [param], "lr": 1e-3, "rounding": "stochastic"}
+    message = message_of(lambda: opt.MuonAdamW([group]))
+    assert message.startswith("ValueError: ")
+    assert "rounding='stochastic' is not supported" in message
+    assert "use rounding='residual'" in message
 
 
 @on_ranks(2)
@@ -174,10 +167,12 @@ def test_noise_on_replicas_that_share_the_work_is_refused(opt) -> None:
     assert "rounding='stochastic' is not supported" in message
 
 
-def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
-    """Error of a step by what the wire rounds, and by rounding the directions to bfloat16."""
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-30, 1e30])
+@on_ranks(3)
+def test_the_wire_keeps_eleven_bits_of_tiny_gradients(opt, scale) -> object:
+    """Bfloat16 would keep 8, float16 without a scale nothing of the tiny ones."""
     results = []
-    for dtype in (torch.float32, wire):
+    for dtype in (torch.float32, torch.float16):
         params, config = on_all("S1", [(24, 96)]), opt.DistributedConfig(dtype)
         options = {"lr": 1.0, "adjust_lr_fn": "none", "weight_decay": 0.0}
         optimizer = opt.Muon(params, **options, distributed=config)
@@ -186,18 +181,16 @@ def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
         results.append(params[0].detach().full_tensor())
     (grad,) = gradients(params, 0)
     coarse = opt.orthogonalize(grad.bfloat16().float()) - opt.orthogonalize(grad)
-    return (results[0] - results[1]).norm().item(), coarse.norm().item()
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-30, 1e30])
-def test_the_wire_keeps_eleven_bits_of_tiny_gradients(ranks, scale) -> None:
-    """Bfloat16 would keep 8, float16 without a scale nothing of the tiny ones."""
-    error, coarse = same_everywhere(ranks(3).run(tiny_gradients, torch.float16, scale))
+    error = (results[0] - results[1]).norm().item()
+    coarse = coarse.norm().item()
     # Three bits more are an eighth of the error; the update is rounded to eleven bits as well.
     assert 0 < error < coarse / 4
+    return error, coarse
 
 
-def nan_on_one_rank(opt, wire) -> list[bytes]:
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+@on_ranks(3)
+def test_nan_and_inf_on_one_rank_stay_in_their_matrix_on_all(opt, wire) -> list[bytes]:
     params = on_all("S0")
     optimizer = opt.Muon(params, distributed=opt.DistributedConfig(wire))
     give(params, gradients(params, 0))
@@ -209,8 +202,3 @@ def nan_on_one_rank(opt, wire) -> list[bytes]:
     assert full[0].isnan().all() and full[3].isnan().all()
     assert not any(full[i].isnan().any() for i in (1, 2, 4, 5))
     return [bits(tensor.nan_to_num()) for tensor in full]
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
-def test_nan_and_inf_on_one_rank_stay_in_their_matrix_on_all(ranks, wire) -> None:
-    same_everywhere(ranks(3).run(nan_on_one_rank, wire))

@@ -136,8 +136,10 @@ def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
     assert max(elements) <= fair + max(matrices) + max(map(max, MATRICES)) + row + small
 
 
-def rows_in_bands(opt, wire) -> int:
-    """Steps of matrices whose rows travel in bands; returns the number of chunks."""
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+@on_ranks(2)
+def test_rows_in_bands_change_no_bit_and_bound_the_messages(opt, wire) -> Any:
+    """Whole matrices of every owner at once would be messages of any size."""
     shapes = [(20, 6), (6, 40), (20, 6), (3, 12, 4), (33, 9)]
     limit = 3 * 2400
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -165,14 +167,9 @@ def rows_in_bands(opt, wire) -> int:
         else:  # the updates are rounded to 11 bits
             assert (param - other).abs().max() <= 3 * 0.1 * 2**-10
     assert watch.largest <= limit // 3
-    return watch.calls["all_to_all"] // 2 // 3
-
-
-@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
-def test_rows_in_bands_change_no_bit_and_bound_the_messages(ranks, wire) -> None:
-    """Whole matrices of every owner at once would be messages of any size."""
-    chunks = same_everywhere(ranks(2).run(rows_in_bands, wire))
+    chunks = watch.calls["all_to_all"] // 2 // 3
     assert chunks > 5  # shapes
+    return chunks
 
 
 def own_parts(opt) -> tuple[int, int, int]:
@@ -210,7 +207,8 @@ def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(ranks,
         assert (bands, of_rows) == (2, 0)
 
 
-def three_ranks(opt) -> list[bytes]:
+@on_ranks(3)
+def test_ranks_hold_the_same_parameters(opt) -> list[bytes]:
     """Means of three are not exact: the ranks still agree in every bit."""
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
@@ -219,10 +217,6 @@ def three_ranks(opt) -> list[bytes]:
     for param, other in zip(params, expected, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-3)
     return [bits(param) for param in params]
-
-
-def test_ranks_hold_the_same_parameters(ranks) -> None:
-    same_everywhere(ranks(3).run(three_ranks))
 
 
 def half_wire(opt) -> tuple[list[bytes], int, int]:
@@ -282,7 +276,10 @@ def test_small_parameters_share_one_all_reduce(ranks) -> None:
     assert same_everywhere(ranks(2).run(counted, False)) == calls
 
 
-def reduced_twice(opt) -> tuple[str, bool]:
+@pytest.mark.sees_defect("gradients that DDP reduced are averaged again")
+@on_ranks(2)
+def test_gradients_that_ddp_reduced_are_noticed(opt) -> Any:
+    """They would be averaged twice."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False))
     wrapped = DistributedDataParallel(model)
@@ -294,29 +291,22 @@ def reduced_twice(opt) -> tuple[str, bool]:
     )
     torch.manual_seed(distributed.get_rank())
     wrapped(torch.randn(3, 8)).square().sum().backward()
-    return outcome(optimizer, [*model.parameters()])
-
-
-@pytest.mark.sees_defect("gradients that DDP reduced are averaged again")
-def test_gradients_that_ddp_reduced_are_noticed(ranks) -> None:
-    """They would be averaged twice."""
-    message, written = same_everywhere(ranks(2).run(reduced_twice))
+    message, written = outcome(optimizer, [*model.parameters()])
     assert "every rank has the same gradients, bit for bit" in message
     assert "DistributedDataParallel" in message and not written
+    return message
 
 
-def reduced_twice_after_nothing(opt) -> tuple[str, bool]:
+@on_ranks(2)
+def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(opt) -> Any:
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
     optimizer.step()  # of a trainer that steps before its first backward pass
     for index, param in enumerate(params):
         param.grad = contribution(param.shape, 0, 0, index)
-    return outcome(optimizer, params)
-
-
-def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(ranks) -> None:
-    message, written = same_everywhere(ranks(2).run(reduced_twice_after_nothing))
+    message, written = outcome(optimizer, params)
     assert "every rank has the same gradients, bit for bit" in message and not written
+    return message
 
 
 def steps_of_zeros(opt) -> list[bool]:
@@ -414,17 +404,14 @@ def test_a_refused_group_gets_no_owners(opt) -> None:
         assert (owners._owners, owners._load) == before
 
 
-def sharded(opt) -> str:
+@on_ranks(2)
+def test_dtensors_are_refused(opt) -> Any:
     (param,) = on_all("S0", [(4, 4)])
-    return message_of(
-        lambda: opt.DistMuonAdamW([{"kind": "muon", "params": [("w", param)], "lr": 0.1}])
-    )
-
-
-def test_dtensors_are_refused(ranks) -> None:
-    message = same_everywhere(ranks(2).run(sharded))
+    group = {"kind": "muon", "params": [("w", param)], "lr": 0.1}
+    message = message_of(lambda: opt.DistMuonAdamW([group]))
     assert message.startswith("TypeError: ")
     assert "parameter 'w': gradients='unreduced' takes plain parameters" in message
+    return message
 
 
 def test_one_byte_in_flight_is_one_row_at_a_time(ranks) -> None:
@@ -475,20 +462,17 @@ def test_messages_are_bounded(ranks, wire) -> None:
         assert beside == 13 * largest
 
 
-def order_of_a_step(opt) -> list[str]:
-    """The kinds of chunks that a step begins, one after another."""
+@on_ranks(2)
+def test_slices_travel_between_bands(opt) -> Any:
+    """They keep the wire busy, and bands the multiprocessors."""
     optimizer, _ = steady(opt, in_flight_bytes=LIMIT // 8)
     optimizer.fit_state()
     optimizer.report()  # which plans
-    return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
-
-
-def test_slices_travel_between_bands(ranks) -> None:
-    """They keep the wire busy, and bands the multiprocessors."""
-    order = same_everywhere(ranks(2).run(order_of_a_step))
+    order = [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
     bands = [number for number, kind in enumerate(order) if kind == "Bands"]
     assert len(bands) >= 3 and order.count("SliceChunk") > len(bands)
     assert all(later - one > 1 for one, later in itertools.pairwise(bands))
+    return order
 
 
 def _work_in(size: int, where: torch.device) -> None:

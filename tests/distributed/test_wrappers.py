@@ -74,7 +74,20 @@ def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
     return model, model
 
 
-def train_beside_one_rank(opt: Any, wrapper: str) -> list[bytes]:
+def grouped(optimizer):
+    groups = enumerate(optimizer.param_groups)
+    return [(group, optimizer.parameter_names(number)) for number, group in groups]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world"), [("FSDP2", 3), ("FSDP2", 4), ("HSDP", 4), ("TP", 4), ("DDP", 3)]
+)
+@on_ranks()
+def test_wrapped_models_step_as_on_one_rank(opt: Any, wrapper, world) -> list[bytes]:
     """Steps on the wrapper's own gradients equal steps of one rank on the same gradients."""
     world = distributed.get_world_size()
     called, model = build(wrapper, world)
@@ -112,22 +125,6 @@ def train_beside_one_rank(opt: Any, wrapper: str) -> list[bytes]:
         assert bits(together) == bits(single[name]), name
         results.append(bits(together))
     return results
-
-
-def grouped(optimizer):
-    groups = enumerate(optimizer.param_groups)
-    return [(group, optimizer.parameter_names(number)) for number, group in groups]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "world"), [("FSDP2", 3), ("FSDP2", 4), ("HSDP", 4), ("TP", 4), ("DDP", 3)]
-)
-def test_wrapped_models_step_as_on_one_rank(ranks, wrapper, world) -> None:
-    same_everywhere(ranks(world).run(train_beside_one_rank, wrapper))
 
 
 def model_of(
@@ -211,7 +208,8 @@ def test_merging_writes_into_the_shards(opt: Any, world: int, how: str) -> None:
     assert_error_at_most(logits(model), adapted, FP32)
 
 
-def merge_nan(opt: Any) -> str:
+@on_ranks(2)
+def test_what_one_rank_cannot_merge_no_rank_merges(opt: Any) -> Any:
     model = shard(model_of(opt))
     last = model.model.layers[1].mlp.experts.expert_lora["down"].lora_B["default"].weight
     with torch.no_grad():
@@ -220,36 +218,28 @@ def merge_nan(opt: Any) -> str:
     before = stacks(model)
     message = message_of(lambda: opt.integrations.merge_lora(model))
     assert_equal(stacks(model), before)
+    assert message.startswith("ValueError: ") and "NaN or inf" in message
     return message
 
 
-def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
-    message = same_everywhere(ranks(2).run(merge_nan))
-    assert message.startswith("ValueError: ") and "NaN or inf" in message
-
-
-def save_adapter(opt: Any, folder: Path, how: str, modules: Any) -> list[str]:
+@pytest.mark.parametrize("modules", [None, ["q_proj"]], ids=["experts", "attention"])
+@pytest.mark.parametrize("how", ["fsdp", "hsdp"])
+@on_ranks(4)
+def test_an_adapter_in_shards_is_saved_as_a_whole_one(opt: Any, how, modules, tmp_path) -> None:
     alone = model_of(opt, modules=modules)
     model = shard(alone, how)
     logits(model)
-    opt.integrations.save_peft_adapter(model, folder / "sharded")
-    found = sorted(path.name for path in (folder / "sharded").iterdir())  # when any rank returns
-    own = folder / str(distributed.get_rank())
+    opt.integrations.save_peft_adapter(model, tmp_path / "sharded")
+    found = sorted(path.name for path in (tmp_path / "sharded").iterdir())  # when any rank returns
+    own = tmp_path / str(distributed.get_rank())
     opt.integrations.save_peft_adapter(alone, own)
     for name in found:
-        assert (folder / "sharded" / name).read_bytes() == (own / name).read_bytes()
+        assert (tmp_path / "sharded" / name).read_bytes() == (own / name).read_bytes()
     if modules is not None:
         before = stacks(model)
         with pytest.raises(ValueError, match="sharded over ranks, where PEFT does not merge"):
             opt.integrations.merge_lora(model)
         assert_equal(stacks(model), before)
-    return found
-
-
-@pytest.mark.parametrize("modules", [None, ["q_proj"]], ids=["experts", "attention"])
-@pytest.mark.parametrize("how", ["fsdp", "hsdp"])
-def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how, modules, tmp_path) -> None:
-    found = same_everywhere(ranks(4).run(save_adapter, tmp_path, how, modules))
     assert found == ["adapter_config.json", "adapter_model.safetensors"]
 
 
@@ -266,23 +256,21 @@ def test_all_ranks_raise_if_the_one_that_writes_fails(ranks, tmp_path) -> None:
     assert second == f"failed: {first}"
 
 
-def save_4_bits(opt: Any, folder: Path) -> str:
+@on_ranks(2)
+def test_4_bit_experts_are_saved_before_they_are_sharded(opt: Any, tmp_path) -> Any:
     sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
     alone = model_of(opt, quantize="nf4", **sizes)
     model = shard(alone)
-    message = message_of(lambda: model.save_pretrained(folder))
-    assert not list(folder.iterdir())
+    message = message_of(lambda: model.save_pretrained(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert "before fully_shard, and what trains with save_peft_adapter" in message
     return message
 
 
-def test_4_bit_experts_are_saved_before_they_are_sharded(ranks, tmp_path) -> None:
-    said = same_everywhere(ranks(2).run(save_4_bits, tmp_path))
-    assert "before fully_shard, and what trains with save_peft_adapter" in said
-
-
-def attach_late(opt: Any, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_lora_comes_before_the_shards(opt: Any, tmp_path) -> Any:
     if distributed.get_rank() == 0:
-        opt.integrations.save_peft_adapter(model_of(opt), folder)
+        opt.integrations.save_peft_adapter(model_of(opt), tmp_path)
     distributed.barrier()
     plain = model_of(opt, lora=False)
     split = copy.deepcopy(plain)
@@ -296,19 +284,16 @@ def attach_late(opt: Any, folder: Path) -> list[str]:
         before = set(dict(model.named_parameters()))
         for call in (
             lambda model=model: opt.integrations.attach_lora(model, 3, 7),
-            lambda model=model: opt.integrations.load_peft_adapter(model, folder),
+            lambda model=model: opt.integrations.load_peft_adapter(model, tmp_path),
         ):
             said.append(message_of(call))
         assert set(dict(model.named_parameters())) == before
         assert all(parameter.requires_grad for parameter in model.parameters())
-    return said
-
-
-def test_lora_comes_before_the_shards(ranks, tmp_path) -> None:
-    fsdp, loaded, tp, loaded_tp = same_everywhere(ranks(2).run(attach_late, tmp_path))
+    fsdp, loaded, tp, loaded_tp = said
     assert {text.split(": ")[0] for text in (fsdp, tp)} == {"ValueError"}
     assert fsdp == loaded and "attach LoRA first, then call fully_shard" in fsdp
     assert tp == loaded_tp and "tensor parallelism splits model.layers.1.mlp.experts" in tp
+    return loaded, loaded_tp
 
 
 @on_ranks(2)

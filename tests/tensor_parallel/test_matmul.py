@@ -75,20 +75,17 @@ def _gradients(function, inputs) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), inputs)]
 
 
-def _checkpointed(opt, scaling: str | None) -> list:
+@on_ranks(2)
+def test_activation_checkpointing_gathers_again(opt) -> None:
     inputs, tp = _block_inputs(), opt.tensor_parallel
-    plain = _gradients(lambda *t: _block(tp, *t, scaling), inputs)
+    plain = _gradients(lambda *t: _block(tp, *t, None), inputs)
     tp.reset_comm_report()
     recomputed = _gradients(
-        lambda *t: checkpoint(_block, tp, *t, scaling, use_reentrant=False), inputs
+        lambda *t: checkpoint(_block, tp, *t, None, use_reentrant=False), inputs
     )
     for one, other in zip(plain, recomputed, strict=True):
         assert torch.equal(one, other)
-    return sorted((record.op, record.calls) for record in tp.comm_report())
-
-
-def test_activation_checkpointing_gathers_again(ranks) -> None:
-    calls = same_everywhere(ranks(2).run(_checkpointed, None))
+    calls = sorted((record.op, record.calls) for record in tp.comm_report())
     # Forward, forward again, and backward, where each is the other's.
     assert calls == [("all_gather_matmul", 3), ("matmul_reduce_scatter", 3)]
 
@@ -138,7 +135,8 @@ def test_autocast_converts_the_operands(opt) -> None:
     assert {t.grad.dtype for t in (x, w, v)} == {torch.float32}
 
 
-def _strict(opt) -> list:
+@on_ranks(2)
+def test_strict_raises_the_reason(opt) -> object:
     tp = opt.tensor_parallel
     x, w, v = _block_inputs()
     raised = []
@@ -150,14 +148,11 @@ def _strict(opt) -> list:
     tp.reset_comm_report()
     tp.all_gather_matmul(x, [w], 0, fuse="never", strict=True)  # nobody asked for a fused one
     (record,) = tp.comm_report()
-    return [*raised, record.path, record.reason]
-
-
-def test_strict_raises_the_reason(ranks) -> None:
-    gather, scatter, path, reason = same_everywhere(ranks(2).run(_strict))
+    gather, scatter, path, reason = [*raised, record.path, record.reason]
     assert gather == f"all_gather_matmul is not fused: {ON_CPU}"
     assert scatter == f"matmul_reduce_scatter is not fused: {ON_CPU}"
     assert (path, reason) == ("plain", 'fuse="never" was asked for')
+    return path, reason
 
 
 @on_ranks(1)
@@ -212,7 +207,9 @@ def test_ranks_with_uneven_matrices_choose_one_path(ranks) -> None:
     assert len(same_everywhere(ranks(2).run(_uneven))) == 24
 
 
-def _workspaces(opt) -> list[int]:
+@on_ranks(2)
+def test_workspace_has_room_for_all_of_few_rows(opt) -> None:
+    """torch gathers up to 2048 rows by multicast where it need not return them."""
     tp, asked = opt.tensor_parallel, []
     ops = sys.modules[f"{tp.__name__}.ops"]
 
@@ -225,12 +222,7 @@ def _workspaces(opt) -> list[int]:
         for rows in (8, 2048):
             tp.all_gather_matmul(torch.randn(rows, 16), [w.detach()], 0)
             tp.all_gather_matmul(torch.randn(rows, 16), [w], 0)
-    return asked
-
-
-def test_workspace_has_room_for_all_of_few_rows(ranks) -> None:
-    """torch gathers up to 2048 rows by multicast where it need not return them."""
-    few, kept, many, many_kept = same_everywhere(ranks(2).run(_workspaces))
+    few, kept, many, many_kept = asked
     shard, scales = 4 * 16, 4 * 2
     assert few == 8 * (2 * shard + scales) and kept == 8 * (shard + scales)
     assert many == many_kept == 2048 * (shard + scales)
