@@ -1,7 +1,5 @@
 """p2p without a GPU: arenas in memory that processes of one machine, or threads of one, share."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

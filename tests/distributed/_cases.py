@@ -1,7 +1,5 @@
 """Random problems for several ranks: mesh, placements, shapes, options, missing gradients."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random
@@ -58,7 +56,7 @@ class Case:
     missing: tuple[tuple[int, str], ...]  # (step, name): no gradient, on all ranks
 
     @classmethod
-    def random(cls, generator: random.Random, world: int, device: str) -> Case:
+    def random(cls, generator: random.Random, world: int, device: str) -> "Case":
         # On a GPU the iteration is in float16: without a word, shared directions are rounded to it
         # and those of one rank are not.
         wires = [torch.float32, torch.float16] + ([None] if device == "cpu" else [])

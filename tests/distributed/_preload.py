@@ -1,7 +1,5 @@
 """Imported once by the server that ranks are forked from: torch and the package under test."""
 
-from __future__ import annotations
-
 import os
 
 import torch.distributed.tensor  # noqa: F401

@@ -4,8 +4,6 @@ They are forked from a server that has imported torch and the package once, so t
 little.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

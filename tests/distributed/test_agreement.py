@@ -1,7 +1,5 @@
 """Ranks that disagree on gradients, options or parameters all raise, and none hangs or drifts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

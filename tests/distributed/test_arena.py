@@ -1,7 +1,5 @@
 """Slots, generations and signals of an arena that threads of one process share, on random plans."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The benchmark of steps on several ranks, away from GPUs: its gate, its baseline, its table."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Errors before a step, and a rank that fails within one: every other rank ends with an error."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

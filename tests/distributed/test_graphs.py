@@ -4,8 +4,6 @@ On CPUs, where there are no graphs, a stage that was captured is its function at
 tensors and numbers it had then: what its key does not name is out of date in a replay here too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Gradients that leave for their owners in backward: once, as they are in the step, or not."""
 
-from __future__ import annotations
-
 import random
 import time
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 So is what NCCL's copy engines need: equal splits, windows, options of a group. Nothing is sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import random

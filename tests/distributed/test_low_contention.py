@@ -1,7 +1,5 @@
 """All-gather and reduce-scatter by copies: any dimension, any number of ranks, any dtype."""
 
-from __future__ import annotations
-
 import os
 import time
 import weakref

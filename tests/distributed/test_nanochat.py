@@ -1,7 +1,5 @@
 """nanochat's script on several ranks: its class, which adds up gradients, is replaced by ours."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

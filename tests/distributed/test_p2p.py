@@ -3,8 +3,6 @@
 On CPUs ranks share memory of the machine; `make test-symm` runs it on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

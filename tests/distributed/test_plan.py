@@ -1,7 +1,5 @@
 """Who does what and in which order: balance, bounded chunks, and what a rank holds of a shard."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """`MuonAdamW` that nobody told whether gradients are reduced, as nanochat constructs its own."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import time
@@ -46,7 +44,7 @@ class Exchanges:
     def __init__(self, opt) -> None:
         self.module, self.count = module_of(opt, "optimizers.sharded.consistency"), 0
 
-    def __enter__(self) -> Exchanges:
+    def __enter__(self) -> "Exchanges":
         self.kept = self.module.exchange
 
         def exchange(*arguments):

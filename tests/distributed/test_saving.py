@@ -1,7 +1,5 @@
 """What one process may save, checkpoints between numbers of ranks, and the first step's state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 QK-clip and rounding work on the rows that are here; the wire keeps what it should.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

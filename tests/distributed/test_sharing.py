@@ -1,7 +1,5 @@
 """What ranks share and what they keep to themselves: counted, bounded, agreed upon."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re
@@ -105,7 +103,7 @@ class Watch:
         self.calls: Counter[str] = Counter()
         self.largest = self.sent = 0  # bytes
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self.originals = (
             self.step_module.orthogonalize,
             self.transport.exchange,

@@ -4,8 +4,6 @@ It has the bits of the all-to-all; a late or lost rank, another plan, no memory 
 other ranks. A function runs many cases, since processes are slow to start, and says what failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -358,7 +356,7 @@ class Training:
     def bits(self) -> list[bytes]:
         return [bits(local(param.detach())) for param in self.params]
 
-    def bits_of(self, other: Training) -> list[bytes]:
+    def bits_of(self, other: "Training") -> list[bytes]:
         """What this rank would have of another one's parameters."""
         mesh = mesh_of((distributed.get_world_size(),))
         pairs = zip(other.params, self.params, strict=True)

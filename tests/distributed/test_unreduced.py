@@ -2,8 +2,6 @@
 
 And the memory that stays between steps of any form, with a report of what this rank does."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Models as torch's wrappers and accelerate shard them, and LoRA on experts within them."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

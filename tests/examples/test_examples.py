@@ -1,7 +1,5 @@
 """The examples as a stranger runs them: processes, what they print and what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F811 - tests take the imported fixture as an argument
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -4,8 +4,6 @@ Sizes are small primes and their multiples where the architecture allows, so tha
 of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ experts. Each is tried at tiny size: its configuration is the class's own defaul
 that has a name in `SIZES` made small; `OWN` says what a class needs beside that.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

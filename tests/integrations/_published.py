@@ -1,8 +1,6 @@
 """Tiny checkpoints as others publish them: by bitsandbytes' and transformers' own code, or of
 random bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `python -m tests.integrations._trainers FOLDER STEP` dies by SIGKILL after STEP.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """attach_lora on experts, attention and whole modules: one adapter and one file for all of it."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import sys

@@ -3,8 +3,6 @@
 Files that are damaged, malformed or of another optimizer are refused; a checkpoint that is written
 beside the steps holds what was when it was called."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 `Motif` and `Nanochat` have the rules and the state layout of the predecessors, in float64, written
 from their published descriptions. torch.distributed.checkpoint in one process loses nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 
 PEFT on eager experts is the reference: it forms W + delta, which is slow and right there."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -1,7 +1,5 @@
 """save_peft_adapter and load_peft_adapter: PEFT's files, and those that somebody made by hand."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """profile_steps: exactly the steps asked for, closed whatever happens, readable files."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Checkpoints that others have quantised: their bits, no 16-bit copy, LoRA that trains."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

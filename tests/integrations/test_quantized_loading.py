@@ -4,8 +4,6 @@ The loaded model is that of from_pretrained with its experts rounded, and no 16-
 the way.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -3,8 +3,6 @@
 Each page names the version. What stands here of a trainer that the tests cannot install is how it
 finds, calls, steps, saves and loads an optimizer, restated in a few lines."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re
@@ -114,7 +112,7 @@ class Container(torch.optim.Optimizer):
         implementation: str = "fused"
         optimizer_factory_kwargs_by_name: dict = field(default_factory=dict)
 
-        def build(self, **runtime: Any) -> Container:
+        def build(self, **runtime: Any) -> "Container":
             return self._owner(self, **runtime)
 
     def __init_subclass__(cls) -> None:

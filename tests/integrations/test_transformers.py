@@ -3,8 +3,6 @@
 docs/concepts/moe-models.md speaks of one version of transformers; under another the classes that it
 has still must work or be refused by a message. The Hub layer swaps its forward into the experts."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from importlib.metadata import version

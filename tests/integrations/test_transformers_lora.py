@@ -1,7 +1,5 @@
 """attach_lora, its switches and quantize_experts: the results of PEFT, without PEFT."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

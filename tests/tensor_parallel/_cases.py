@@ -3,8 +3,6 @@
 Every rank makes the tensors of all ranks from one seed, so that it knows the answer alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import traceback
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and leaves FOLDER/RANK.json. "shared" puts all ranks on one GPU, over gloo; "own
 its own, over NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The products against float64 over gloo, and what users meet: errors, autocast, graphs."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from unittest import mock

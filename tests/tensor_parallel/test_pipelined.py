@@ -1,7 +1,5 @@
 """The pipelined all-gather without a GPU: its buffers and words among threads of one process."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -4,8 +4,6 @@ And what is left of graphs that torch's own pass has been over: it runs on a CPU
 tensors, if torch is told that it has NCCL and that the group has symmetric memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

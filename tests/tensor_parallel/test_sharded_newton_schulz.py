@@ -1,7 +1,5 @@
 """Newton-Schulz on sharded rows against `orthogonalize` on all of them, over gloo and threads."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

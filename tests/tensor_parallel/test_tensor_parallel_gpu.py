@@ -4,8 +4,6 @@ GPU over gloo, and one GPU per rank over NCCL where there are so many.
 With OUT in the environment, what every rank wrote and found is kept there.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ..conftest import ROOT
