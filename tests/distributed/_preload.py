@@ -6,7 +6,6 @@ import torch.distributed.tensor  # noqa: F401
 
 
 def load():
-    """The package, as the tests load it."""
     from kernels import get_kernel
 
     return get_kernel(

@@ -1,8 +1,4 @@
-"""Processes that stay up between tests and run functions of the tests as the ranks of one group.
-
-They are forked from a server that has imported torch and the package once, so that a rank costs
-little.
-"""
+"""Processes that stay up between tests and run functions of the tests as the ranks of one group."""
 
 import functools
 import importlib

@@ -56,7 +56,6 @@ def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **a
 
 
 def made(opt, held: str, matrices=SHAPES, others=OTHERS, **options) -> tuple[Any, list]:
-    """An optimizer and all of its parameters."""
     both = parameters(held, matrices, others)
     return optimizer_of(opt, held, *both, **options), [*both[0], *both[1]]
 
@@ -310,7 +309,6 @@ def change(optimizer, case: str, value: Any) -> None:
 @pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
 @on_ranks(2)
 def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(opt, held) -> None:
-    """Per option that one rank changes in the middle: what its step raised, and the next one."""
     changes = {f"0 {name}": value for name, value in MUON.items() if name != "momentum_dtype"}
     changes |= {"0 no beta2": None, "0 Tensor lr": torch.tensor(0.2)}
     changes |= {f"1 {name}": value for name, value in ADAMW.items()}
@@ -369,7 +367,6 @@ def test_on_a_device_a_layout_is_compared_before_anything_is_sent(opt, held) -> 
 
 @on_ranks(2)
 def test_values_that_mean_the_same_do_not_differ(opt) -> None:
-    """Values that mean the same, changing alike from step to step."""
     matrices, others = parameters("process_group")
     names, odd = [f"layers.{k}.w" for k in range(len(matrices))], here()[0] % 2
     muon = {

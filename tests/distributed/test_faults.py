@@ -206,7 +206,6 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 
 
 def here(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a whole tensor that is held like a parameter."""
     return expected_on(value, param, getattr(param, "device_mesh", None))
 
 

@@ -262,7 +262,6 @@ def test_a_gradient_that_changed_is_refused(opt: Any, how) -> None:
 
 @on_ranks(2)
 def test_a_hook_of_the_tensor_comes_before(opt: Any) -> None:
-    """A hook of the tensor halves gradients; it comes before they leave."""
     with Hooked(opt) as counted:
         optimizer, params = made(opt, 1)
         plain, expected = made(opt, 0)
@@ -324,7 +323,6 @@ def test_where_nothing_can_leave_it_is_said(opt: Any, strict) -> Any:
 
 
 def left_out(opt: Any, why: str) -> tuple[list[str], int, bool]:
-    """What is said of chunks that may not leave in backward, how many do, and the bits."""
     said: list[str] = []
     wire = torch.float16 if why == "float16" else None
     frozen = (0, 1, 5) if why == "frozen" else ()
@@ -433,7 +431,6 @@ def test_every_stream_waits_for_the_last_step(opt, monkeypatch) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_is_gone_sends_nothing(opt: Any) -> None:
-    """Hooks of an optimizer that is gone, and of a plan that is, send nothing."""
     with Hooked(opt) as counted:
         optimizer, params = made(opt, 1)
         for _ in range(2):

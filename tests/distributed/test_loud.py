@@ -1,7 +1,4 @@
-"""Every reason for which a transport is not what was asked for is said, and raises under strict.
-
-So is what NCCL's copy engines need: equal splits, windows, options of a group. Nothing is sent.
-"""
+"""Every reason for which a transport is not what was asked for is said, and raises under strict."""
 
 import dataclasses
 import logging

@@ -86,7 +86,6 @@ def test_any_dimension_and_dtype(ranks, world) -> None:
 
 @on_ranks(2)
 def test_several_are_under_way(opt: Any) -> None:
-    """Three under way at once, in memory that grows; a fourth has to wait."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     group = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -259,7 +258,6 @@ def test_what_a_rank_that_gave_up_writes_is_not_taken(ranks) -> None:
 @pytest.mark.sees_defect("what a collective reads is given to others before it was read")
 @on_ranks(2)
 def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
-    """Whether what a call reads is alive before and after its wait()."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     group, ranks, found = distributed.group.WORLD, distributed.get_world_size(), []
     device = os.environ["RANKS_DEVICE"]
@@ -303,7 +301,6 @@ def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
 
 @on_ranks(2)
 def test_a_call_that_finds_no_room_leaves_nothing_closed(opt: Any) -> None:
-    """There is no room for larger memory: an error, and smaller calls go on."""
     module = module_of(opt, "distributed.symmetric.low_contention")
     transport = module_of(opt, "distributed.transport").GroupTransport
     with Shared(opt):

@@ -1,7 +1,4 @@
-"""Messages written into the memory of their receivers: the bits of an all-to-all.
-
-On CPUs ranks share memory of the machine; `make test-symm` runs it on GPUs.
-"""
+"""Messages written into the memory of their receivers, which ranks share on CPUs."""
 
 import contextlib
 import copy
@@ -163,7 +160,6 @@ def test_stages_are_replayed_between_exchanges(opt: Any, form, wire, inferring) 
 
 @on_ranks(2)
 def test_a_step_that_failed_clips_nothing(opt: Any) -> None:
-    """A rank is late in a step that clips."""
     names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
     params = on_all("S0", [(8, 6), (8, 6)])
     groups = [{"kind": "muon", "params": params, "names": names, "lr": 0.1}]
@@ -183,7 +179,6 @@ def test_a_step_that_failed_clips_nothing(opt: Any) -> None:
 
 
 def few_slots(opt: Any, slots: int, prefetch: int) -> tuple[Counter[str], set[str]]:
-    """Steps with fewer slots than chunks under way, or more chunks."""
     params = on_all("S0", [(24, 12)] * 16)
     config = opt.DistributedConfig(chunk_size=1, prefetch=prefetch)
     with Direct(opt, slots=slots or None) as counted:
@@ -364,7 +359,6 @@ def test_columns_are_put_together(ranks) -> None:
 @pytest.mark.sees_defect("an optimizer whose copy steps goes back to the all-to-all without a word")
 @on_ranks(2)
 def test_a_copy_has_memory_of_its_own(opt: Any) -> Any:
-    """Exchanges of an optimizer and of its copy, which step by turns."""
     params, exchanges = on_all("S0"), []
     with Direct(opt) as counted:
         optimizer = opt.Muon(params)

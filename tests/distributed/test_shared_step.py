@@ -1,7 +1,4 @@
-"""Several ranks equal one, bit for bit: parameters and state, on every mesh and placement.
-
-QK-clip and rounding work on the rows that are here; the wire keeps what it should.
-"""
+"""Several ranks equal one, bit for bit: parameters and state, on every mesh and placement."""
 
 import math
 import random

@@ -179,7 +179,6 @@ def test_low_contention_collectives(gpu_ranks, count) -> None:
 
 
 def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> Any:
-    """An arena of the default group, after its handshake."""
     arena = module_of(opt, "distributed.symmetric.arena")
     memory = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -495,7 +494,6 @@ def test_no_memory_and_two_plans_are_refused_by_all(gpu_ranks) -> None:
 
 
 def left_out(opt: Any) -> tuple[str, float]:
-    """Rank 1 does not come to an exchange at all: C11."""
     arena = module_of(opt, "distributed.symmetric.arena")
     symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     place = torch.device("cuda", torch.cuda.current_device())

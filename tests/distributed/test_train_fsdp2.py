@@ -54,7 +54,6 @@ def example(opt, stop_after: int | None, *arguments: object) -> int:
 
 
 def refused(opt, message: str, *arguments: object) -> bool:
-    """Whether the example ends with this message."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         status = example(opt, None, *arguments)
     return status == 2 and message in told.getvalue()

@@ -1,6 +1,4 @@
-"""Unreduced gradients: the step of one rank on their mean, with the state spread over all.
-
-And the memory that stays between steps of any form, with a report of what this rank does."""
+"""Unreduced gradients: the step of one rank on their mean, with the state spread over all."""
 
 import copy
 import itertools

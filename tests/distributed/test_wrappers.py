@@ -160,7 +160,6 @@ def logits(model: Any) -> Any:
 
 
 def stacks(model: Any) -> dict[str, Any]:
-    """The experts' weights, whole."""
     named = {
         name: parameter.detach()
         for name, parameter in model.named_parameters()
@@ -296,7 +295,6 @@ def test_lora_comes_before_the_shards(opt: Any, tmp_path) -> Any:
 
 @on_ranks(2)
 def test_gradients_under_fsdp2_are_those_of_one_process(opt: Any) -> None:
-    """A step of training under FSDP2 equals one of a single process."""
     from .._compare import assert_error_at_most
     from ..integrations._models import tokens
     from ..integrations.test_transformers import FP32

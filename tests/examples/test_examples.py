@@ -64,8 +64,6 @@ def run(*words: object, **changes: str) -> tuple[str, str]:
 
 @pytest.fixture
 def forked(forks):
-    """A demo of these options, without the seconds of imports."""
-
     def run_forked(*options: object, **changes: str) -> subprocess.CompletedProcess[str]:
         words = map(str, (*DEMO, *options))
         return forks.run(*words, folder=ROOT, environment=environment(**changes))
@@ -101,7 +99,6 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def histories(out: Path) -> dict[str, dict]:
-    """What the runs recorded, without the times."""
     saved = json.loads((out / "results.json").read_text())["histories"]
     return {name: {k: v for k, v in h.items() if k != "seconds"} for name, h in saved.items()}
 

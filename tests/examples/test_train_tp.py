@@ -36,7 +36,6 @@ def ranks(opt, repo_id, device):
 
 
 def example(opt, *arguments: object) -> int:
-    """The example in this rank."""
     sys.path.insert(0, str(ROOT / "examples"))
     kept = torch.utils.deterministic.fill_uninitialized_memory
     try:
@@ -48,7 +47,6 @@ def example(opt, *arguments: object) -> int:
 
 
 def whole_model(opt, corpus: Path) -> list[float]:
-    """The losses of the same training without ranks."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         from demo.corpus import read_corpus, windows

@@ -138,18 +138,15 @@ def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    """Of the tokens, without gradients."""
     with torch.no_grad():
         return model(input_ids=tokens(model).to(next(model.parameters()).device)).logits
 
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Its experts modules, those inside of PEFT's wrappers too."""
     return [module for module in model.modules() if "is_transposed" in vars(module)]
 
 
 def trained(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that train."""
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

@@ -162,7 +162,6 @@ ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \|$", re.MULTILINE)
 
 @functools.cache
 def classes() -> list[str]:
-    """The names of all of them, in the order of the alphabet."""
     known: set[str] = set()
     for mapping in MAPPINGS:
         for entry in getattr(modeling_auto, mapping).values():
@@ -263,7 +262,6 @@ def row(opt: Any, name: str, folder: Path) -> tuple[str, str]:
 
 
 def page(rows: dict[str, tuple[str, str]], version: str) -> str:
-    """The text of the page."""
     works = sum(result == "works" for _, result in rows.values())
     table = "\n".join(f"| `{name}` | {e} | {result} |" for name, (e, result) in rows.items())
     head = HEAD.format(version=version, count=len(rows), works=works)

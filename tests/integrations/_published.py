@@ -1,5 +1,4 @@
-"""Tiny checkpoints as others publish them: by bitsandbytes' and transformers' own code, or of
-random bytes."""
+"""Tiny checkpoints by bitsandbytes' and transformers' own code, or of random bytes."""
 
 import json
 import re

@@ -35,7 +35,6 @@ def lora() -> Any:
 
 
 def settings(folder: Path, device: torch.device) -> dict[str, Any]:
-    """Arguments that both trainers have."""
     return {
         "output_dir": str(folder),
         "max_steps": STEPS,
@@ -52,14 +51,12 @@ def settings(folder: Path, device: torch.device) -> dict[str, Any]:
 
 
 def plain_trainer(model: torch.nn.Module, arguments: dict[str, Any], **options: Any) -> Any:
-    """transformers' Trainer over the samples."""
     rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
     given = transformers.TrainingArguments(**arguments)
     return transformers.Trainer(model, given, train_dataset=rows, **options)
 
 
 def sft_trainer(model: torch.nn.Module, arguments: dict[str, Any], **options: Any) -> Any:
-    """TRL's over the samples."""
     import datasets
     import trl
 

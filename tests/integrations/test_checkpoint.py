@@ -1,7 +1,4 @@
-"""save_optimizer, load_optimizer and save_optimizer_async: exact, matched by name, atomic.
-
-Files that are damaged, malformed or of another optimizer are refused; a checkpoint that is written
-beside the steps holds what was when it was called."""
+"""save_optimizer, load_optimizer and save_optimizer_async: exact, matched by name, atomic."""
 
 import errno
 import fcntl

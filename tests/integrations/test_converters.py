@@ -98,7 +98,6 @@ class Nanochat(torch.optim.Optimizer):
 
 
 def adam(param, m, v, step, lr, betas, eps) -> None:
-    """Adam with bias correction, after the decay."""
     step.add_(1)
     count = step.item()
     m.lerp_(param.grad, 1 - betas[0])

@@ -1,6 +1,4 @@
-"""LoRA that PEFT put on experts, in 16 bits or few: PEFT's results, in every state it can be in.
-
-PEFT on eager experts is the reference: it forms W + delta, which is slow and right there."""
+"""LoRA that PEFT put on experts, in 16 bits or few: PEFT's results, in every state it can be in."""
 
 import copy
 import os
@@ -63,7 +61,6 @@ def full_paths(model: nn.Module) -> list[str]:
 
 
 def wrappers_of(model: nn.Module) -> dict[tuple[str, str], nn.Module]:
-    """PEFT's wrappers around experts, by layer and parameter."""
     return {
         (name.split("layers.")[1].split(".")[0], module.parameter_name): module
         for name, module in model.named_modules()

@@ -19,7 +19,6 @@ def profiler(submodule):
 
 @pytest.fixture
 def training(opt, device):
-    """A function that makes one step."""
     params = parameters([(16, 8), (8, 16), (5,)], device=device)
     optimizer = opt.Muon(
         [{"params": params[:2], "use_muon": True}, {"params": params[2:], "use_muon": False}]

@@ -1,8 +1,4 @@
-"""load_quantized and save_pretrained of experts in few bits: who reads what.
-
-The loaded model is that of from_pretrained with its experts rounded, and no 16-bit stack exists on
-the way.
-"""
+"""load_quantized and save_pretrained of experts in few bits: who reads what."""
 
 import copy
 import json

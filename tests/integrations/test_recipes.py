@@ -94,7 +94,6 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
 
 
 def muon_names(model: nn.Module, optimizer: Any) -> set[str]:
-    """Names of the parameters in Muon groups."""
     named = {param: name for name, param in model.named_parameters()}
     groups = [group for group in optimizer.param_groups if group.get("use_muon", False)]
     return {named[param] for group in groups for param in group["params"]}

@@ -1,7 +1,4 @@
-"""use_in_transformers: the models' own results on our experts, with everything else left alone.
-
-docs/concepts/moe-models.md speaks of one version of transformers; under another the classes that it
-has still must work or be refused by a message. The Hub layer swaps its forward into the experts."""
+"""use_in_transformers: the models' own results on our experts, with everything else left alone."""
 
 import copy
 import inspect

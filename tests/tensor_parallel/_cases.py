@@ -1,7 +1,4 @@
-"""Products that communicate against float64, on any device: run on every rank, judged by the tests.
-
-Every rank makes the tensors of all ranks from one seed, so that it knows the answer alone.
-"""
+"""Products that communicate against float64: every rank makes the tensors of all from one seed."""
 
 import itertools
 import traceback
@@ -118,7 +115,6 @@ def run(opt: Any, case: Case, device: torch.device, dtype: torch.dtype, fuse: st
 
 
 def verdict(case: Case, result: dict, path: str) -> list[str]:
-    """What is wrong with a result."""
     if "failed" in result:
         return [f"{case.name}: {result['failed']}"]
     wrong = [

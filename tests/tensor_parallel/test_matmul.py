@@ -18,7 +18,6 @@ ON_CPU = "symmetric memory is CUDA's, and the tensors are not on a CUDA device"
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request, ranks) -> list[dict]:
-    """Per rank what every case gave."""
     arguments = (_cases.CPU, "cpu", torch.bfloat16, "auto")
     return ranks(request.param).run(_cases.run_all, *arguments)
 
@@ -36,7 +35,6 @@ def test_cases_would_notice_another_path(results) -> None:
 
 @on_ranks(2)
 def test_matrices_that_share_a_gather(opt) -> tuple:
-    """Products of one gathered tensor with two matrices, and of each alone."""
     made = torch.Generator().manual_seed(distributed.get_rank())
     x = torch.randn(3, 8, generator=made)
     made.manual_seed(9)
@@ -243,7 +241,6 @@ def test_inductor_takes_a_transposed_tensor_of_one_rank(opt) -> None:
 
 @on_ranks(2)
 def test_no_rows_no_depth_and_one_column(opt) -> None:
-    """No rows, sums of nothing, and one column."""
     tp = opt.tensor_parallel
     (found,) = tp.all_gather_matmul(torch.ones(3, 0), [torch.ones(0, 2)], 0)
     assert torch.equal(found, torch.zeros(6, 2))
@@ -266,7 +263,6 @@ def test_no_rows_no_depth_and_one_column(opt) -> None:
 
 @on_ranks(2)
 def test_a_fused_product_that_fails_is_not_counted(opt) -> None:
-    """A fused product that raises is not counted."""
     tp = opt.tensor_parallel
     fused = sys.modules[f"{tp.__name__}.fused"]
     tp.reset_comm_report()
@@ -379,7 +375,6 @@ EIGHT = torch.float8_e4m3fn
 
 
 def operands(lead: tuple[int, ...], *, rowwise: bool, device: torch.device):
-    """a, b, their scales, and the product in float64."""
     made = torch.Generator().manual_seed(len(lead))
     a = torch.randn(*lead, 32, generator=made).to(EIGHT)
     b = torch.randn(16, 32, generator=made).to(EIGHT).t()

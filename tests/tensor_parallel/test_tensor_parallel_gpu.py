@@ -1,8 +1,4 @@
-"""Fused products on GPUs against float64, each with the number of fused calls: several ranks on one
-GPU over gloo, and one GPU per rank over NCCL where there are so many.
-
-With OUT in the environment, what every rank wrote and found is kept there.
-"""
+"""Fused products on GPUs against float64, each with the number of fused calls."""
 
 import pytest
 
@@ -19,7 +15,6 @@ NEWTON_SCHULZ = 2e-2
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda each: f"{each[0]}-{each[1]}")
 def results(request, repo_id, opt) -> list[dict]:
-    """Per rank what every job gave."""
     import torch
 
     world, placement = request.param
@@ -30,7 +25,6 @@ def results(request, repo_id, opt) -> list[dict]:
 
 
 def of_job(results: list[dict], job: str) -> list:
-    """What the job gave on every rank, none of which failed."""
     found = [of_rank[job] for of_rank in results]
     for rank, outcome in enumerate(found):
         failed = outcome.get("failed") if isinstance(outcome, dict) else None
