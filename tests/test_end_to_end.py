@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ._harness import COMMIT, HEAD
-from .static.project import write_files
-from .static.results import result_findings
+from ._harness import COMMIT, HEAD, result_findings
+from ._project import write_files
 
 pytestmark = pytest.mark.static
 

@@ -1,27 +1,277 @@
-"""The package keeps the Hub's rules. No torch, no build."""
+"""The Hub's rules for the Python half of a kernel package, read off the source. No torch."""
 
+import ast
+import re
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import tomllib
 
-from .static import hub_rules as rules
-from .static.project import (
+from ._project import (
     PACKAGE,
     ROOT,
+    aliases,
     assert_found,
     assert_none,
     committed_files,
+    dotted,
+    executed_at_import,
+    parse,
+    place,
     project_files,
+    read_text,
     write_files,
 )
 
 pytestmark = pytest.mark.static
 
-FACADE, NESTED, PREFIX = rules.facade_findings, rules.nested_name_findings, rules.op_prefix_findings
-IMPORT = rules.import_time_findings
-PACKAGE_CHECKS = (FACADE, NESTED, PREFIX, IMPORT)
+REGISTRATIONS = frozenset(
+    {
+        "custom_op",
+        "define",
+        "impl",
+        "triton_op",
+        "register_autograd",
+        "register_autocast",
+        "register_fake",
+        "register_kernel",
+        "register_torch_dispatch",
+        "register_vmap",
+    }
+)
+DEFINITIONS = ("custom_op", "define", "triton_op")
+PREFIX = "add_op_namespace_prefix"
+
+# kernel-builder writes these; committed copies collide with it.
+GENERATED = re.compile(
+    r"setup\.py|pyproject\.toml|CMakeLists\.txt|cmake/.*|build/.*|metadata-[^/]*\.json"
+    r"|torch-ext/registration\.h|torch-ext/[^/]*/_ops\.py"
+)
+
+# Calls that ask for a device or a driver. At import they fail in a builder without one.
+DEVICE_QUERIES = ("torch.cuda.", "torch.accelerator.", "torch.xpu.", "triton.runtime.")
+
+
+def _files(package: Path) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(package.rglob("*.py")):
+        yield path, parse(path)
+
+
+def facade_findings(package: Path) -> list[str]:
+    """__init__.py: imports, `__all__` and `__version__`; layers.py: imports and classes."""
+    return [
+        f"{place(path, package, node.lineno)}: {ast.unparse(node):.20} does not belong here"
+        for path in (package / "__init__.py", package / "layers.py")
+        for node in parse(path).body
+        if not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Assign) and _targets(node)[0] in ("__all__", "__version__"))
+        and not (isinstance(node, ast.ClassDef) and path.stem == "layers")
+        and not _is_docstring(node)
+    ]
+
+
+def public_names(package: Path) -> list[str]:
+    """The literal `__all__` of the package; empty where there is none."""
+    path = package / "__init__.py"
+    if not path.is_file():
+        return []
+    for node in parse(path).body:
+        if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
+            return _literal_names(node.value) or []
+    return []
+
+
+def nested_name_findings(package: Path) -> list[str]:
+    """Nothing directly inside the package may carry the package's name."""
+    return [
+        f"{place(path, package)}: the layout check refuses this name inside {package.name}/"
+        for path in sorted(package.glob("*"))
+        if path.name.split(".")[0] == package.name
+    ]
+
+
+def op_prefix_findings(package: Path) -> list[str]:
+    """Every registration names its op by a literal `add_op_namespace_prefix("...")`."""
+    findings = []
+    for path, tree in _files(package):
+        known = aliases(tree)
+        for node, decorates in _registrations(tree, known):
+            where = place(path, package, node.lineno)
+            verb = "decorator" if decorates else "call"
+            if not isinstance(node, ast.Call) or not node.args or not _is_prefixed(node.args[0]):
+                findings.append(f'{where}: the {verb} must begin with {PREFIX}("...")')
+    return findings
+
+
+def defined_ops(package: Path) -> dict[str, Path]:
+    """Ops that Python defines and the file that does."""
+    found = {}
+    for path, tree in _files(package):
+        known = aliases(tree)
+        for node, _ in _registrations(tree, known):
+            if not isinstance(node, ast.Call) or _last(node.func) not in DEFINITIONS:
+                continue
+            if node.args and _is_prefixed(node.args[0]):
+                found[node.args[0].args[0].value] = path
+    return found
+
+
+def _registrations(tree: ast.Module, known: dict[str, str]) -> Iterator[tuple[ast.expr, bool]]:
+    """(node, is it a decorator) of every registration; a decorator may lack its call."""
+    decorators = {
+        decorator
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for decorator in node.decorator_list
+    }
+    for node in ast.walk(tree):
+        name = node.func if isinstance(node, ast.Call) else node
+        if node in decorators:
+            if _last(name) in REGISTRATIONS:
+                yield node, True
+        elif isinstance(node, ast.Call):
+            full = dotted(name, known) or ""
+            if full.startswith("torch.library.") and full.rsplit(".", 1)[1] in REGISTRATIONS:
+                yield node, False
+
+
+def _is_prefixed(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == PREFIX
+        and len(node.args) == 1
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    )
+
+
+def generated_file_findings(committed: Iterable[Path]) -> list[str]:
+    return [
+        f"{path.as_posix()}: is generated by the build and must not be committed"
+        for path in committed
+        if GENERATED.fullmatch(path.as_posix())
+    ]
+
+
+def import_time_findings(package: Path) -> list[str]:
+    """Device queries at import, and Triton autotuning anywhere.
+
+    The choice of a configuration is a table: tuning at run time costs minutes and drifts between
+    replicas.
+    """
+    findings = []
+    for path, tree in _files(package):
+        known = aliases(tree)
+        for node in executed_at_import(tree):
+            name = dotted(node.func, known) if isinstance(node, ast.Call) else None
+            if name and name.startswith(DEVICE_QUERIES):
+                where = place(path, package, node.lineno)
+                findings.append(f"{where}: calls {name} while being imported")
+        for node in ast.walk(tree):
+            name = dotted(node.func, known) if isinstance(node, ast.Call) else None
+            if name and name.rsplit(".", 1)[-1] == "autotune" and not _has_one_config(node):
+                where = place(path, package, node.lineno)
+                findings.append(
+                    f"{where}: autotunes at run time; ship one configuration or a table"
+                )
+    return findings
+
+
+def _has_one_config(call: ast.Call) -> bool:
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "configs"]
+    configs = (given + call.args[:1] or [None])[0]
+    return isinstance(configs, ast.List | ast.Tuple) and len(configs.elts) == 1
+
+
+def benchmark_findings(folder: Path) -> list[str]:
+    """Each benchmark*.py of the Hub's convention: a `Benchmark` subclass, and no sibling import."""
+    paths = sorted(folder.glob("benchmark*.py"))
+    if not paths:
+        return [f"{folder.name}/: there is no benchmark*.py"]
+    siblings = {path.stem for path in folder.glob("*") if path.suffix in ("", ".py")}
+    siblings.add(folder.name)
+    findings = []
+    for path in paths:
+        tree = parse(path)
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        if not any(_last(base) == "Benchmark" for node in classes for base in node.bases):
+            findings.append(f"{path.name}: defines no subclass of kernels.benchmark.Benchmark")
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [entry.name for entry in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = ["." * node.level + (node.module or "")]
+            for name in names:
+                if name.startswith(".") or name.split(".")[0] in siblings:
+                    findings.append(f"{path.name}:{node.lineno}: imports its sibling {name}")
+    return findings
+
+
+def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[str]:
+    """The Hub id is stated in build.toml alone; documents may show it, and then correctly.
+
+    Records of runs (docs/benchmarks/*.json) hold the id that was loaded.
+    """
+    findings = []
+    shown = re.compile(r"""(?:get_kernel\(\s*["']|LOCAL_KERNELS=["']?)([^"'=\s]+)""")
+    for path in files:
+        text = read_text(root / path)
+        if text is None or path.as_posix() == "build.toml" or path.match("docs/benchmarks/*.json"):
+            continue
+        if path.suffix == ".md":
+            others = [hit for hit in shown.finditer(text) if not _is_the_id(hit[1], repo_id)]
+            message = f"does not show the id of build.toml, {repo_id}"
+        else:
+            others = list(re.finditer(re.escape(repo_id), text))
+            message = f"repeats {repo_id}; read it from build.toml"
+        for hit in others:
+            line = text.count("\n", 0, hit.start()) + 1
+            findings.append(f"{path.as_posix()}:{line}: {message}")
+    return findings
+
+
+def _is_the_id(shown: str, repo_id: str) -> bool:
+    return shown == repo_id or shown.startswith(
+        "{{"
+    )  # the card's template is filled by the builder
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [ast.unparse(target) for target in targets]
+
+
+def _literal_names(node: ast.expr) -> list[str] | None:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    good = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return value if good else None
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _last(node: ast.AST) -> str | None:
+    """The last name of `a.b.c`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+FACADE, NESTED, NAMED = facade_findings, nested_name_findings, op_prefix_findings
+IMPORT = import_time_findings
+PACKAGE_CHECKS = (FACADE, NESTED, NAMED, IMPORT)
 
 GOOD = {
     "__init__.py": (
@@ -80,12 +330,12 @@ BREAKS = [
     (FACADE, "layers.py", "CACHE = {}\n", "CACHE = {} does not belong here"),
     (NESTED, "optimizer.py", "", "layout check"),
     (NESTED, "optimizer/__init__.py", "", "layout check"),
-    (PREFIX, A, OPS + "@lib.custom_op('optimizer::f')\n" + DEF, "begin"),
-    (PREFIX, A, OPS + "@lib.triton_op(NAME)\n" + DEF, "a.py:4"),
-    (PREFIX, A, OPS + "@lib.custom_op(add_op_namespace_prefix(NAME))\n" + DEF, BEGIN),
-    (PREFIX, A, OPS + "@lib.custom_op(name=add_op_namespace_prefix('f'))\n" + DEF, BEGIN),
-    (PREFIX, A, OPS + "@f.register_fake\n" + DEF, "decorator must"),
-    (PREFIX, A, OPS + "lib.register_fake(NAME, f)\n", "call must begin"),
+    (NAMED, A, OPS + "@lib.custom_op('optimizer::f')\n" + DEF, "begin"),
+    (NAMED, A, OPS + "@lib.triton_op(NAME)\n" + DEF, "a.py:4"),
+    (NAMED, A, OPS + "@lib.custom_op(add_op_namespace_prefix(NAME))\n" + DEF, BEGIN),
+    (NAMED, A, OPS + "@lib.custom_op(name=add_op_namespace_prefix('f'))\n" + DEF, BEGIN),
+    (NAMED, A, OPS + "@f.register_fake\n" + DEF, "decorator must"),
+    (NAMED, A, OPS + "lib.register_fake(NAME, f)\n", "call must begin"),
     (IMPORT, A, "import torch\nx = torch.cuda.is_available()\n", "a.py:2: calls torch.cuda.is_av"),
     (
         IMPORT,
@@ -114,7 +364,7 @@ def test_single_autotune_config_is_allowed(tmp_path: Path) -> None:
 
 
 def test_no_generated_file_is_committed() -> None:
-    assert_none(rules.generated_file_findings(committed_files() or []))
+    assert_none(generated_file_findings(committed_files() or []))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +382,11 @@ def test_no_generated_file_is_committed() -> None:
     ],
 )
 def test_generated_files_are_recognised(name: str, found: bool) -> None:
-    assert bool(rules.generated_file_findings([Path(name)])) is found
+    assert bool(generated_file_findings([Path(name)])) is found
 
 
 def test_benchmarks_follow_the_hub_convention() -> None:
-    assert_none(rules.benchmark_findings(ROOT / "benchmarks"))
+    assert_none(benchmark_findings(ROOT / "benchmarks"))
 
 
 BENCHMARK = "from kernels.benchmark import Benchmark\nclass Sum(Benchmark): ...\n"
@@ -158,18 +408,18 @@ def test_benchmark_rule_can_fail(tmp_path: Path, text: str, expected: str | None
     (folder / "harness").mkdir(parents=True)
     (folder / "run.py").touch()
     (folder / "benchmark_sum.py").write_text(text)
-    findings = rules.benchmark_findings(folder)
+    findings = benchmark_findings(folder)
     assert_found(expected, findings) if expected else assert_none(findings)
 
 
 def test_missing_benchmarks_are_a_finding(tmp_path: Path) -> None:
-    assert rules.benchmark_findings(tmp_path)
+    assert benchmark_findings(tmp_path)
 
 
 def test_repo_id_is_stated_once() -> None:
     build_toml = tomllib.loads((ROOT / "build.toml").read_text())
     repo_id = build_toml["general"]["hub"]["repo-id"]
-    assert_none(rules.repo_id_findings(ROOT, project_files(), repo_id))
+    assert_none(repo_id_findings(ROOT, project_files(), repo_id))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +441,7 @@ def test_repo_id_rule_can_fail(tmp_path: Path, name: str, text: str, found: bool
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    assert bool(rules.repo_id_findings(tmp_path, [Path(name)], "team/pack")) is found
+    assert bool(repo_id_findings(tmp_path, [Path(name)], "team/pack")) is found
 
 
 @pytest.mark.parametrize("with_git", [True, False])

@@ -1,26 +1,330 @@
-"""build.toml, kernel sources, bindings, Python, tests and documents agree. No torch, no build."""
+"""One name per operation: build.toml, sources, bindings, Python, tests and documents agree."""
 
+import ast
+import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
+import tomllib
 
-from .static import manifest
-from .static.manifest import Project
-from .static.project import ROOT, assert_found, assert_none, write_files
+from ._project import ROOT, assert_found, assert_none, parse, write_files
+from .test_hub_rules import defined_ops, public_names
 
 pytestmark = pytest.mark.static
 
+DEVICE_SOURCES = frozenset({".cu", ".cpp", ".cc"})
+HEADERS = frozenset({".cuh", ".h", ".hpp"})
+NO_REFERENCE = frozenset({"launch_plan", "nf4_product"})
+# Of kernels-src: what several families use, and the host's code. Every other folder is a family.
+SHARED_FOLDERS = frozenset({"common", "sm90", "cpu"})
+# What may follow a family's or an op's name: an architecture, and a format before it.
+SUFFIX = re.compile(r"(?:_(?:mxfp4|fp8))*_(cpu|sm\d+a?)$")
+OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
+
+
+@dataclass(frozen=True)
+class Project:
+    """A checkout, and the facts that several checks read."""
+
+    root: Path
+
+    @cached_property
+    def build(self) -> dict:
+        return tomllib.loads((self.root / "build.toml").read_text(encoding="utf-8"))
+
+    @property
+    def package(self) -> Path:
+        return self.root / "torch-ext" / self.build["general"]["name"].replace("-", "_")
+
+    @cached_property
+    def binding(self) -> str:
+        """torch_binding.cpp without comments."""
+        text = (self.root / "torch-ext" / "torch_binding.cpp").read_text(encoding="utf-8")
+        return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+    @cached_property
+    def compiled_ops(self) -> list[str]:
+        """Names in `ops.def("name(...")`, in order."""
+        return re.findall(r'\bops\.def\(\s*"(\w+)\s*\(', self.binding)
+
+    @cached_property
+    def implementations(self) -> set[tuple[str, str]]:
+        """(op, "cuda" or "cpu") of every `ops.impl`."""
+        found = set()
+        block = re.compile(
+            r"STABLE_TORCH_LIBRARY_IMPL_EXPAND\(\s*\w+\s*,\s*(\w+)\s*,\s*ops\s*\)\s*\{(.*?)\n\}",
+            re.DOTALL,
+        )
+        for key, body in block.findall(self.binding):
+            found |= {(op, key.lower()) for op in re.findall(r'\bops\.impl\(\s*"(\w+)"', body)}
+        return found
+
+    def sources_of(self, op: str, suffixes: frozenset[str]) -> list[str]:
+        """Listed files below kernels-src whose stem is the op, or the op with an architecture."""
+        listed = {name for part in self.build.get("kernel", {}).values() for name in part["src"]}
+        return sorted(
+            name
+            for name in listed
+            if Path(name).suffix in suffixes and SUFFIX.sub("", Path(name).stem) == op
+        )
+
+    def text(self, name: str) -> str | None:
+        path = self.root / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def source_findings(project: Project) -> list[str]:
+    """Every source and header is listed in build.toml, and compiled once per backend."""
+    findings = []
+    lists = {"torch": ("all", project.build["torch"]["src"])}
+    for name, part in project.build.get("kernel", {}).items():
+        lists[f"kernel.{name}"] = (part["backend"], part["src"])
+    known = {source for _, listed in lists.values() for source in listed}
+    for folder in ("kernels-src", "torch-ext"):
+        for path in sorted((project.root / folder).rglob("*")):
+            name = path.relative_to(project.root).as_posix()
+            if path.suffix in DEVICE_SOURCES | HEADERS and name not in known:
+                findings.append(f"{name}: no src of build.toml lists it")
+    for backend in sorted({backend for backend, _ in lists.values()} - {"all"}):
+        compiled = [
+            source
+            for kind, listed in lists.values()
+            if kind in (backend, "all")
+            for source in set(listed)
+            if Path(source).suffix in DEVICE_SOURCES
+        ]
+        for source in sorted({entry for entry in compiled if compiled.count(entry) > 1}):
+            findings.append(f"{source}: compiled more than once for {backend}")
+    return findings
+
+
+def component_findings(project: Project) -> list[str]:
+    """[kernel.<family>] beside [kernel.<family>_cpu] and [kernel.<family>_sm90], of its folder."""
+    findings = []
+    folder = project.root / "kernels-src"
+    families = {path.name for path in folder.glob("*/") if path.is_dir()} - SHARED_FOLDERS
+    components = project.build.get("kernel", {})
+    for name, part in components.items():
+        where = f"build.toml [kernel.{name}]"
+        match = SUFFIX.search(name)
+        suffix = match[1] if match else ""
+        family = SUFFIX.sub("", name)
+        if family not in families:
+            findings.append(f"{where}: kernels-src/{family}/ does not exist")
+        if (suffix == "cpu") != (part["backend"] == "cpu"):
+            findings.append(f"{where}: the name must end in _cpu exactly if the backend is cpu")
+        capabilities = part.get("cuda-capabilities", [])
+        if suffix.startswith("sm") and not _all_are(suffix, capabilities):
+            findings.append(f"{where}: cuda-capabilities {capabilities} are not {suffix}'s")
+        if not suffix and "8.0+PTX" not in capabilities:
+            findings.append(f"{where}: a generic component needs the capability 8.0+PTX")
+        home = "cpu" if suffix == "cpu" else family
+        for source in part["src"]:
+            parts = Path(source).parts
+            # A header may be another family's: the Hopper kernels share theirs.
+            headers = {home, *SHARED_FOLDERS, *families}
+            allowed = {home} if Path(source).suffix in DEVICE_SOURCES else headers
+            if parts[0] != "kernels-src" or parts[1] not in allowed:
+                findings.append(f"{where}: {source} lies outside of kernels-src/{home}/")
+    for family in sorted(families - {SUFFIX.sub("", name) for name in components}):
+        findings.append(f"kernels-src/{family}/: build.toml has no component of this name")
+    return findings
+
+
+def _all_are(suffix: str, capabilities: list[str]) -> bool:
+    """Whether every capability is the suffix's: sm90 takes 9.0 and 9.0a, sm100 takes 10.0."""
+    digits = re.sub(r"\D", "", suffix)
+    version = f"{digits[:-1]}.{digits[-1]}"
+    return bool(capabilities) and all(entry.rstrip("af") == version for entry in capabilities)
+
+
+def binding_findings(project: Project) -> list[str]:
+    """The compiled ops: implemented where there is a source, named like it."""
+    findings = []
+    ops = project.compiled_ops
+    backends = {part["backend"] for part in project.build.get("kernel", {}).values()}
+    for op in ops:
+        for backend, suffixes in (
+            ("cuda", frozenset({".cu"})),
+            ("cpu", frozenset({".cpp", ".cc"})),
+        ):
+            has_source = bool(project.sources_of(op, suffixes))
+            has_impl = (op, backend) in project.implementations
+            if has_source and not has_impl:
+                findings.append(f"{op}: has a source for {backend}, but no ops.impl")
+            if has_impl and not has_source:
+                findings.append(f"{op}: has an ops.impl for {backend}, but no source")
+        if not any((op, backend) in project.implementations for backend in backends):
+            findings.append(f"{op}: torch_binding.cpp implements it for no backend")
+    for op, _ in sorted(project.implementations):
+        if op not in ops:
+            findings.append(f"torch_binding.cpp: implements {op}, which it does not define")
+    for path in sorted((project.root / "kernels-src").rglob("*")):
+        if path.suffix in DEVICE_SOURCES and SUFFIX.sub("", path.stem) not in ops:
+            name = path.relative_to(project.root).as_posix()
+            findings.append(f"{name}: its stem is not the name of an op of torch_binding.cpp")
+    return findings
+
+
+def python_findings(project: Project) -> list[str]:
+    """Each compiled op is called below kernels/, has a reference of its name, and a test of it."""
+    findings = []
+    kernels = [path.read_text() for path in (project.package / "kernels").rglob("*.py")]
+    tests = [path.read_text() for path in (project.root / "tests" / "kernels").rglob("test_*.py")]
+    references = _references(project)
+    for op in project.compiled_ops:
+        word = re.compile(rf"\b{re.escape(op)}\b")
+        call = re.compile(rf"""\b_?ops\.{re.escape(op)}\b|["']{re.escape(op)}["']""")
+        if not any(call.search(text) for text in kernels):
+            findings.append(f"{op}: nothing below kernels/ calls ops.{op}")
+        # A slice is defined by the whole, a product over 4 bits by the layer around it; launches
+        # are those of other ops.
+        if op.removesuffix("_slice") not in references and op not in NO_REFERENCE:
+            findings.append(f"{op}: reference/ defines no function {op}")
+        if not any(word.search(text) for text in tests):
+            findings.append(f"{op}: no file tests/kernels/test_*.py names it")
+    return findings
+
+
+def _references(project: Project) -> set[str]:
+    """Names of the functions that reference/ defines."""
+    return {
+        node.name
+        for path in (project.package / "reference").glob("*.py")
+        for node in parse(path).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def document_findings(project: Project) -> list[str]:
+    """Every public name stands in code of README.md or of a page that is not in docs/dev/."""
+    readme = project.text("README.md")
+    if readme is None:
+        return ["README.md is missing"]
+    dev = project.root / "docs" / "dev"
+    pages = [
+        path.read_text(encoding="utf-8")
+        for path in project.root.glob("docs/**/*.md")
+        if dev not in path.parents
+    ]
+    code = _code("\n".join([readme, *pages]))
+    return [
+        f"{name}: is in __all__, but in no code of README.md or a page for users"
+        for name in public_names(project.package)
+        if not re.search(rf"\b{re.escape(name)}\b", code)
+    ]
+
 
 def op_table_findings(project: Project) -> list[str]:
-    return manifest.op_table_findings(project, "docs/dev/ops.md")
+    """The table requested name | op | CUDA source | Triton source names what exists, all of it."""
+    text = project.text(document := "docs/dev/ops.md")
+    if text is None:
+        return [f"{document} is missing"]
+    rows = op_table(text)
+    if rows is None:
+        columns = " | ".join(OP_TABLE_COLUMNS)
+        return [f"{document}: has no table with the columns {columns}"]
+    findings = []
+    ops = [*project.compiled_ops, *sorted(defined_ops(project.package))]
+    described = [op for row in rows for op in _cells(row["op"])]
+    findings += [f"{document}: the op table lacks {op}" for op in ops if op not in described]
+    findings += [f"{document}: the op table names {op}, no op" for op in described if op not in ops]
+    for row in rows:
+        sources = {
+            column: _sources(project.root, cell)
+            for column, cell in row.items()
+            if column.endswith("source")
+        }
+        for name in (name for names in sources.values() for name in names):
+            if not (project.root / name).is_file():
+                findings.append(f"{document}: the op table names {name}, which does not exist")
+        for op in _cells(row["op"]):
+            twins = (project.package / "kernels").rglob(f"{op}_triton.py")
+            triton = [twin.relative_to(project.root).as_posix() for twin in twins]
+            expected = {
+                "cuda source": project.sources_of(op, frozenset({".cu"})),
+                "triton source": triton,
+            }
+            for column, names in expected.items():
+                missing = sorted(set(names) - set(sources[column]))
+                findings += [f"{document}: the row of {op} lacks {name}" for name in missing]
+    return findings
 
 
-SOURCE, COMPONENT = manifest.source_findings, manifest.component_findings
-BIND, PYTHON = manifest.binding_findings, manifest.python_findings
-DOCUMENT = manifest.document_findings
+def op_table(text: str) -> list[dict[str, str]] | None:
+    """The rows of the document's op table by lower-case column name; None where it has none."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        header = [cell.strip().strip("`").lower() for cell in line.strip().strip("|").split("|")]
+        if not set(OP_TABLE_COLUMNS) <= set(header):
+            continue
+        rows = []
+        for row in lines[number + 2 :]:
+            if not row.lstrip().startswith("|"):
+                break
+            rows.append(dict(zip(header, row.strip().strip("|").split("|"), strict=False)))
+        return [row for row in rows if set(OP_TABLE_COLUMNS) <= set(row)]
+    return None
+
+
+def _cells(cell: str) -> list[str]:
+    """The names in backticks; a link's text counts, its address does not."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _sources(root: Path, cell: str) -> list[str]:
+    """The files that a cell names; a pattern names all that fit, and itself where none does."""
+    return [
+        path
+        for name in _cells(cell)
+        for path in sorted(found.relative_to(root).as_posix() for found in root.glob(name))
+        or [name]
+    ]
+
+
+def changelog_findings(project: Project) -> list[str]:
+    """The first entry of the changelog is the version of build.toml."""
+    text = project.text("CHANGELOG.md")
+    if text is None:
+        return ["CHANGELOG.md is missing"]
+    entries = re.findall(r"^## Version (\d+)\b", text, re.MULTILINE)
+    version = str(project.build["general"]["version"])
+    if not entries or entries[0] != version:
+        return [f"CHANGELOG.md: the first entry must be '## Version {version}', found {entries}"]
+    return []
+
+
+def pin_findings(project: Project) -> list[str]:
+    """The tools of the pre-commit hooks carry the versions of tools/requirements.txt."""
+    hooks = project.text(".pre-commit-config.yaml")
+    pinned = project.text("tools/requirements.txt")
+    if hooks is None or pinned is None:
+        return [".pre-commit-config.yaml and tools/requirements.txt must both exist"]
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)", pinned, re.MULTILINE))
+    used = re.findall(r"([\w.-]+)==([\w.]+)", hooks)
+    findings = [
+        f".pre-commit-config.yaml: {name}=={version} is not the pin of tools/requirements.txt"
+        for name, version in used
+        if versions.get(name) != version
+    ]
+    return findings if used else [".pre-commit-config.yaml: pins no tool"]
+
+
+def _code(markdown: str) -> str:
+    """The code of a document: fenced blocks and `spans`."""
+    fences = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "\n".join(fences + re.findall(r"`([^`\n]+)`", rest))
+
+
+SOURCE, COMPONENT = source_findings, component_findings
+BIND, PYTHON = binding_findings, python_findings
+DOCUMENT = document_findings
 TABLES = op_table_findings
-CHANGES = manifest.changelog_findings
-PIN = manifest.pin_findings
+CHANGES = changelog_findings
+PIN = pin_findings
 CHECKS = (SOURCE, COMPONENT, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
 
 TABLE = """

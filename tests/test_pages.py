@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ._checkout import tool
-from .static.project import PACKAGE, ROOT, assert_none, parse, project_files, read_text, write_files
+from ._project import PACKAGE, ROOT, assert_none, parse, project_files, read_text, write_files
 
 pytestmark = pytest.mark.static
 

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from ._harness import COMMIT, HEAD
-from .static.project import write_files
+from ._project import write_files
 
 CASES = [f"toy/{number}" for number in range(5)]
 

@@ -13,7 +13,7 @@ import torch
 from kernels.benchmark import Benchmark
 
 from ._checkout import ROOT, git, metadata_of, run_build, tool, variant_of
-from .static.project import write_files
+from ._project import write_files
 
 
 def plan_of(root: Path, allow_local_build: bool = True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .static.project import ROOT
+from ._project import ROOT
 
 pytestmark = pytest.mark.static
 

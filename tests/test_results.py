@@ -11,9 +11,8 @@ from typing import ClassVar
 
 import pytest
 
-from ._harness import COMMIT, HEAD
-from .static.project import ROOT, assert_found, assert_none
-from .static.results import quoted_results, result_findings
+from ._harness import COMMIT, HEAD, quoted_results, result_findings
+from ._project import ROOT, assert_found, assert_none
 
 pytestmark = pytest.mark.static
 

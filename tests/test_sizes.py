@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ._checkout import git, tool
-from .static.project import ROOT
+from ._project import ROOT
 
 pytestmark = pytest.mark.static
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ..static.project import ROOT
-from ..static.results import result_findings
+from .._harness import result_findings
+from .._project import ROOT
 
 TOO_MUCH = 1e38  # a rate
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext" / "optimizer"
 
 # Made by tools, never part of the project; needed where there is no git to ask.
