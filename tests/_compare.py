@@ -1,6 +1,8 @@
-"""How two results are compared: against a higher-precision reference, or bit for bit."""
+"""How results are compared, how a call fails, and how a GPU's graphs and waits are watched."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -56,3 +58,27 @@ def fail_at(monkeypatch, place, name: str, number: int, error: BaseException) ->
 
     monkeypatch.setattr(place, name, call)
     return calls
+
+
+def capture(call: Callable[[], Any], warm_up: int = 0) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `call`, with what it returned, after so many calls on a stream of their own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and warms the allocator up
+        for _ in range(warm_up):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Raises where the host waits for the device, by torch's own watch."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ..optimizers._nanochat import JULY, NanochatMuonAdamW, script
+from ..optimizers.test_nanochat import JULY, NanochatMuonAdamW, script
 from ._cases import bits, device
 from ._ranks import on_ranks
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from .._gpu import capture, no_waits
+from .._compare import capture, no_waits
 from ..conftest import ROOT, module_fixture
 
 pytestmark = pytest.mark.gpu

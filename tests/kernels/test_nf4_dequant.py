@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits
-from .._gpu import capture
+from .._compare import assert_same_bits, capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits
-from .._gpu import capture
+from .._compare import assert_all_same_bits, assert_same_bits, capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

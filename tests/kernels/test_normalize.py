@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits
-from .._gpu import capture
+from .._compare import assert_all_same_bits, assert_same_bits, capture
 from ..conftest import module_fixture
 from ._products import (
     DTYPES,

@@ -10,8 +10,7 @@ import itertools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
-from .._gpu import capture
+from .._compare import assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
 from .test_gated_quantized_experts import Layer
 from .test_gated_quantized_experts import Problem as LayerProblem

@@ -7,7 +7,7 @@ before, and their frames must stay so.
 import pytest
 import torch
 
-from .._gpu import capture, no_waits
+from .._compare import capture, no_waits
 from ..conftest import module_fixture
 from .test_sm90_gpu import Framed
 

@@ -14,8 +14,7 @@ import functools
 import pytest
 import torch
 
-from .._compare import assert_same_bits
-from .._gpu import capture
+from .._compare import assert_same_bits, capture
 from ..conftest import module_fixture
 from ._products import Dense, Problem, exact, laid_out, run_dense
 

@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
-from .._gpu import capture
+from .._compare import assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
 from ._products import CHAINS, PREFACTOR, definition, draw, exact_norms, operand, run_chain
 

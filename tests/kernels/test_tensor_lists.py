@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from .._gpu import capture
+from .._compare import capture
 from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
 from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import draw_lists

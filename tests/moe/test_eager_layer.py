@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_same_bits, relative_error
-from .._gpu import capture
+from .._compare import assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
 from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
 from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem

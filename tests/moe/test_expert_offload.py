@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, fail_at
-from .._gpu import no_waits
+from .._compare import assert_all_same_bits, assert_same_bits, fail_at, no_waits
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
 

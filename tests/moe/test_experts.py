@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from .._gpu import capture, no_waits
+from .._compare import assert_all_same_bits, assert_same_bits, capture, no_waits, relative_error
 from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from .._gpu import capture, no_waits
+from .._compare import assert_error_at_most, assert_same_bits, capture, no_waits, relative_error
 from ._eager import Problem, assert_no_worse, eager, predecessors, product
 from .conftest import gradients
 

@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from .._gpu import capture
+from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
 from ._eager import Problem, eager, product
 
 STRATEGIES = ("chunked", "selective")

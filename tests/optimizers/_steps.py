@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .._compare import assert_all_same_bits
-from .._gpu import capture
+from .._compare import assert_all_same_bits, capture
 
 
 def polar_express(opt, x: Tensor, steps: int, rows=None) -> Tensor:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_all_same_bits, assert_same_bits
-from .._gpu import no_waits
+from .._compare import assert_all_same_bits, assert_same_bits, no_waits
 from ._steps import both, new_gradients, nothing_written, parameters, values
 from .test_groups import ADAMW_OPTIONS, MUON_OPTIONS
 from .test_numbers import NoHostReads

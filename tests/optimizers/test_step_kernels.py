@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from .._gpu import no_waits
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits, no_waits
 from ._steps import (
     channels_last,
     every_cut,

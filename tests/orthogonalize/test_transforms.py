@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from .._gpu import capture, no_waits
+from .._compare import assert_all_same_bits, assert_same_bits, capture, no_waits, relative_error
 from ..optimizers._steps import both, train, values
 from ._matrices import matrix
 
