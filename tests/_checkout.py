@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("build.toml", "CARD.md", ".gitignore", "torch-ext", "kernels-src", "tests/abi")
+SOURCES = ("build.toml", "CARD.md", ".gitignore", "torch-ext", "kernels-src")
 # Commits must not depend on the settings of whoever runs the tests.
 GIT_ENVIRONMENT = {
     **{f"GIT_{who}_NAME": "test" for who in ("AUTHOR", "COMMITTER")},

@@ -53,7 +53,7 @@ def checkout(tmp_path_factory) -> Path:
     """A built checkout with its tests, in a folder of its own."""
     root = tmp_path_factory.mktemp("planted") / "checkout"
     shutil.copytree(built_checkout(tmp_path_factory.getbasetemp()), root)
-    ignored = shutil.ignore_patterns("__pycache__", "abi")
+    ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tests", root / "tests", ignore=ignored, dirs_exist_ok=True)
     shutil.copyfile(ROOT / "pytest.ini", root / "pytest.ini")
     return root

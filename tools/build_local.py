@@ -82,7 +82,7 @@ def _audit(library: Path, project: Project, tools: Toolchain, options: argparse.
     if options.no_audit:
         print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)
         return "not audited"
-    unpublishable = audit.audit_library(library, project.root, tools.torch)
+    unpublishable = audit.audit_library(library, tools.torch)
     if not unpublishable:
         return "audit passed"
     words = f"runs here, cannot be published: {', '.join(unpublishable)}"

@@ -199,7 +199,7 @@ def check_binaries(project: Project, folder: Path) -> list[str]:
     problems = []
     for library in sorted(folder.glob("*.so")):
         try:
-            problems += audit_library(library, project.root, torch=None)
+            problems += audit_library(library, torch=None)
         except BuildError as error:
             problems.append(str(error))
     return problems

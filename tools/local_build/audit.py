@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BuildError
-from .shim_symbols import declared_symbols, read_symbol_list
+from .shim_symbols import declared_symbols, symbols_of_release
 from .toolchain import Torch
 
 CHECKS = ("manylinux_2_28", "abi3 3.9", "torch stable ABI", "RPATH", "NEEDED", "undefined symbols")
 MANYLINUX, PYTHON_ABI = "manylinux_2_28", "3.9"
 OLDEST_TORCH = "2.11"
-SYMBOL_LIST = Path("tests/abi") / f"torch-{OLDEST_TORCH}-symbols.txt"
 
 # torch brings libtorch*, its CUDA build brings libcudart; the rest is part of manylinux_2_28.
 ALLOWED_NEEDED = re.compile(
@@ -43,14 +42,13 @@ class Dynamic:
     undefined: dict[str, str]
 
 
-def audit_library(path: Path, root: Path, torch: Torch | None) -> list[str]:
+def audit_library(path: Path, torch: Torch | None) -> list[str]:
     """Run every check on the shared library `path`.
 
     Args:
         path: A finished library; it is read, never loaded.
-        root: Checkout that holds the committed symbol list.
-        torch: Installation whose headers must declare every torch symbol; without one, the
-            committed list decides alone.
+        torch: Installation whose headers must declare every torch symbol, as the oldest release
+            must.
 
     Returns:
         What keeps it from being published and lets it run on this machine: symbols of a newer glibc
@@ -60,7 +58,10 @@ def audit_library(path: Path, root: Path, torch: Torch | None) -> list[str]:
         BuildError: Listing every finding that keeps it from running, or naming a checker that is
             not installed.
     """
-    known = {f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST)}
+    try:
+        known = {f"torch {OLDEST_TORCH}": symbols_of_release(OLDEST_TORCH)}
+    except ImportError as error:
+        raise _missing("torch-abi-audit", "torch stable ABI") from error
     if torch is not None:
         known[f"torch {torch.version}"] = declared_symbols(torch.include)
     dynamic = read_dynamic(path)
@@ -99,11 +100,9 @@ def _object_file(path: Path) -> Any:
 
 def check_torch_abi(path: Path) -> list[str]:
     """What ``torch-abi-audit --check both`` reports."""
-    try:
-        from torch_abi_audit.inspect import inspect_package
-        from torch_abi_audit.report import CheckPolicy, collect_violations, format_violations
-    except ImportError as error:
-        raise _missing("torch-abi-audit", "torch stable ABI") from error
+    from torch_abi_audit.inspect import inspect_package
+    from torch_abi_audit.report import CheckPolicy, collect_violations, format_violations
+
     report = inspect_package(str(path))
     if report.has_error:
         return [f"torch-abi-audit could not inspect {path}"]

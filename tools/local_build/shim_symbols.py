@@ -27,9 +27,9 @@ def declared_symbols(include: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def read_symbol_list(path: Path) -> frozenset[str]:
-    """Read a list written by tools/list_shim_symbols.py."""
-    if not path.is_file():
-        raise BuildError(f"{path} does not exist; it is part of the checkout")
-    lines = path.read_text().splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+def symbols_of_release(release: str) -> frozenset[str]:
+    """Names of the shim functions that a torch release has, by torch-abi-audit's tables."""
+    from torch_abi_audit.torch_versions import parse_version, stable_shim_versions
+
+    last = parse_version(f"{release}.0")
+    return frozenset(name for name, since in stable_shim_versions().items() if since <= last)
