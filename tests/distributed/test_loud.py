@@ -350,20 +350,6 @@ def test_a_wrong_field_is_named(opt, change, error) -> None:
         opt.DistributedConfig(**change)
 
 
-@pytest.mark.dist
-def test_ranks_that_ask_for_different_transports(ranks) -> None:
-    found = ranks(2).run(different)
-    assert all("RuntimeError: ranks disagree on transport" in message for message in found)
-
-
-def different(opt: Any) -> str:
-    params = on_all("S0")
-    name = ["nccl", "p2p"][distributed.get_rank()]
-    optimizer = opt.Muon(params, distributed=opt.DistributedConfig(transport=name))
-    give(params, gradients(params, 0))
-    return message_of(optimizer.step)
-
-
 @pytest.mark.parametrize(("name", "number"), [("cuda", 1), ("cuda:0", 0)])
 def test_what_a_rank_says_of_its_gpu(opt, monkeypatch, name, number) -> None:
     """Its GPU, those it sees and those it reaches, by ids that hold in every process."""
