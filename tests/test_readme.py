@@ -24,7 +24,6 @@ kernels.get_kernel = functools.partial(kernels.get_kernel, backend="cpu")
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # Pages whose blocks a test of their own runs, with what they need beside them, and looks at.
 ELSEWHERE = {
-    "docs/concepts/moe-lora.md",
     "docs/concepts/nf4.md",
     "docs/recipes/axolotl.md",
     "docs/recipes/llama-factory.md",
@@ -125,18 +124,6 @@ ScatterMoEGatedMLP get_active_experts remap_expert_indices selective_dequant_nf4
 _selective_dequant_bnb4 selective_expert_weights selective_lora_weights _use_selective_dequant
 register_kernel_mapping PytorchProfilerCallback
 """
-
-
-def test_the_code_of_moe_lora_runs(opt, monkeypatch, repo_id) -> None:
-    import kernels
-
-    blocks = re.findall(r"^```python\n(.*?)^```", MOE_PAGE, re.M | re.S)
-    assert len(blocks) == 2 and repo_id in blocks[0]
-    monkeypatch.setattr(kernels, "get_kernel", lambda *args, **options: opt)
-    found: dict = {}
-    exec("\n".join(blocks), found)
-    assert found["reference"].shape == (4, 10, 64)
-    assert found["out"].shape == (10, 64) and bool(found["out"].isfinite().all())
 
 
 def test_every_function_of_the_predecessor_is_mapped() -> None:

@@ -256,6 +256,9 @@ def test_opcheck(submodule, ops, device):
     order = problem["order"].operands()
     arguments = (problem["x"], *weights, *order, TOP_K, False, 0, "reference")
     torch.library.opcheck(ops.grouped_lora_quantized_forward.default, arguments)
+    rows = (*order, problem["gates"], problem["x"])
+    arguments = (problem["dy"], *weights, *rows, TOP_K, TOP_K, True, True, 0, "reference")
+    torch.library.opcheck(ops.grouped_lora_quantized_dx.default, arguments)
 
 
 @pytest.mark.parametrize("count", (1, 2, 3, 4, 7, 8))
@@ -322,12 +325,3 @@ def test_only_what_is_wanted(submodule, device):
     again, _, none = backward(submodule, problem, "triton", wants_gates=False)
     assert_same_bits(again, dx)
     assert none.shape == (0,)
-
-
-def test_opcheck_of_dx(submodule, ops, device):
-    problem = draw(submodule, Stack(), device, torch.float32)
-    module = submodule("kernels.quant.grouped_lora_quantized")
-    weights = module.quantized_operands(weights_of(submodule, problem, 1.0))
-    rows = (*problem["order"].operands(), problem["gates"], problem["x"])
-    arguments = (problem["dy"], *weights, *rows, TOP_K, TOP_K, True, True, 0, "reference")
-    torch.library.opcheck(ops.grouped_lora_quantized_dx.default, arguments)
