@@ -9,10 +9,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ._cases import bits, mesh_of, placement
+from ._cases import mesh_of, placement
 from ._ranks import on_ranks, same_everywhere
 from .test_saving import answers_that_come_later
-from .test_sharing import Watch, local, module_of, outcome
+from .test_sharing import assert_equal_bits, module_of, outcome, watched
 
 pytestmark = pytest.mark.dist
 
@@ -84,32 +84,27 @@ def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tu
     for step in range(2):
         give(held, others, step)
         twin.step()
-    for param, other in zip(params, others, strict=True):
-        assert bits(local(param.detach())) == bits(local(other.detach()))
+    assert_equal_bits(params, others)
     return message, written, after
 
 
 @pytest.mark.sees_defect("ranks with different gradients make different plans and hang")
+@pytest.mark.parametrize("matrices", [SHAPES, []], ids=["matrices", "none"])
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
-def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world) -> None:
-    """Nothing is written, and the next step goes on; for a matrix as for AdamW's parameters."""
-    for group, which in ((0, 2), *((1, number) for number in range(len(OTHERS)))):
+def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world, matrices) -> None:
+    """Nothing is written, and the next step goes on; for a matrix as for AdamW's parameters.
+
+    Without any matrix there is no exchange to ask in but the question.
+    """
+    places = [(0, 2), *((1, number) for number in range(len(OTHERS)))] if matrices else [(0, 0)]
+    for group, which in places:
         index = which + group * len(SHAPES)
         message, written, after = same_everywhere(
-            ranks(world).run(missing, held, SHAPES, OTHERS, index)
+            ranks(world).run(missing, held, matrices, OTHERS, index)
         )
         assert f"have gradients: group {group}, parameter {which}. Give zeros" in message
         assert not written
         assert after == ("none", True)
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_so_it_is_without_any_matrix(ranks, held) -> None:
-    """There is no exchange to ask in but the question."""
-    message, written, after = same_everywhere(ranks(2).run(missing, held, [], OTHERS, 0))
-    assert "parameters have gradients: group 0, parameter 0. Give zeros" in message
-    assert not written
-    assert after == ("none", True)
 
 
 @on_ranks(4)
@@ -434,7 +429,7 @@ def test_the_question_is_the_one_exchange_that_was_there(opt, held, small, per_c
         give(held, params, step)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + step)
-        with Watch(opt) as watch:
+        with watched(opt) as watch:
             optimizer.step()
         calls.append((watch.calls["all_reduce"], watch.calls["all_to_all"]))
     exchanges = [all_to_all for _, all_to_all in calls]

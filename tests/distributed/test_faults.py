@@ -15,13 +15,14 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ._cases import bits, expected_on, mesh_of, placement
+from ._cases import bits, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks, same_everywhere
 from .test_graphs import Captured
 from .test_sharing import (
     assert_as_alone,
     give,
     gradients,
+    held_like,
     local,
     message_of,
     module_of,
@@ -205,13 +206,9 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
     return first, again, old_or_new(opt, params), seconds
 
 
-def here(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return expected_on(value, param, getattr(param, "device_mesh", None))
-
-
 def old_or_new(opt: Any, params) -> bool:
     for param, old, new in zip(params, plain_params(), alone(opt, 1), strict=True):
-        both = [bits(here(value.detach(), param)) for value in (old, new)]
+        both = [bits(held_like(param, value.detach())) for value in (old, new)]
         if bits(local(param.detach())) not in both:
             return False
     return True
@@ -268,7 +265,7 @@ def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
         give_step(params, held, step)
         optimizer.step()
     for param, expected in zip(params, alone(opt, 3), strict=True):
-        assert bits(local(param.detach())) == bits(here(expected.detach(), param))
+        assert bits(local(param.detach())) == bits(held_like(param, expected.detach()))
     return message
 
 

@@ -230,29 +230,26 @@ def told(
 
 
 @pytest.mark.parametrize(
-    ("form", "wire"),
+    ("form", "wire", "inferring"),
     [
-        ("shards", torch.float32),
-        ("shards", torch.float16),
-        ("unreduced", torch.float32),
-        ("unreduced", torch.float16),
+        ("shards", torch.float32, False),
+        ("shards", torch.float16, False),
+        ("shards", torch.float16, True),
+        ("unreduced", torch.float32, False),
+        ("unreduced", torch.float32, True),
+        ("unreduced", torch.float16, False),
     ],
     ids=str,
 )
-def test_whatever_a_stage_depends_on_may_change(ranks, form, wire) -> None:
-    """Addresses of gradients, parameters and state, numbers, options, missing gradients."""
-    for counted in ranks(2).run(told, form, wire):
+def test_whatever_a_stage_depends_on_may_change(ranks, form, wire, inferring) -> None:
+    """Addresses of gradients, parameters and state, numbers, options, missing gradients.
+
+    What a step in inference mode makes and keeps, others write to.
+    """
+    for counted in ranks(2).run(told, form, wire, _nothing, inferring):
         assert counted["captured"] > 10
         assert counted["replayed"] > counted["captured"]
         assert counted["room"] > 0
-
-
-@pytest.mark.parametrize("form", ["shards", "unreduced"])
-def test_some_steps_may_run_in_inference_mode(ranks, form) -> None:
-    """What such a step makes and keeps, others write to."""
-    wire = torch.float16 if form == "shards" else torch.float32
-    for counted in ranks(2).run(told, form, wire, _nothing, True):
-        assert counted["replayed"] > counted["captured"]
 
 
 def _nothing() -> None:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from ._arenas import Direct, Later
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import message_of, module_of
+from .test_sharing import assert_equal_bits, message_of, module_of
 from .test_unreduced import contribution, groups, missing, parameters
 
 pytestmark = pytest.mark.dist
@@ -98,8 +98,7 @@ def trained(
             backward(expected, step, 1 + part)
         plain.step()
         plain.zero_grad(set_to_none=to_none)
-    for index, (param, other) in enumerate(zip(params, expected, strict=True)):
-        assert bits(param) == bits(other), f"parameter {index}"
+    assert_equal_bits(params, expected)
     early = [row["what"] for row in rows if "begun in backward" in row["reason"]]
     assert bool(early) == bool(found.get("begun"))
     found["in place"] = sum("pushed from where it lies" in row["reason"] for row in rows)
@@ -142,8 +141,7 @@ def test_what_left_too_early_is_sent_again(opt: Any, how) -> Any:
                 one.step()
                 one.zero_grad()
         optimizer.state_dict()
-    for param, other in zip(params, expected, strict=True):
-        assert bits(param) == bits(other)
+    assert_equal_bits(params, expected)
     begun = counted["begun"]
     dropped = counted["dropped"]
     assert dropped == 2 and begun > 4
@@ -253,8 +251,7 @@ def test_a_gradient_that_changed_is_refused(opt: Any, how) -> None:
             backward(of_one, 4)
             one.step()
         optimizer.state_dict()
-    for param, other in zip(params, expected, strict=True):
-        assert bits(param) == bits(other)
+    assert_equal_bits(params, expected)
     assert heard.startswith("RuntimeError: ") and "had left for its owner" in heard
     assert "group " in heard and "parameter " in heard
     assert same
@@ -273,8 +270,7 @@ def test_a_hook_of_the_tensor_comes_before(opt: Any) -> None:
                 one.step()
                 one.zero_grad()
         optimizer.state_dict()
-    for param, other in zip(params, expected, strict=True):
-        assert bits(param) == bits(other)
+    assert_equal_bits(params, expected)
     assert counted["begun"] > 1
 
 

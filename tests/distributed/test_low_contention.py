@@ -1,8 +1,10 @@
 """All-gather and reduce-scatter by copies: any dimension, any number of ranks, any dtype."""
 
+import contextlib
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,25 +22,20 @@ SHAPES = [(4,), (3, 5), (2, 3, 4), (1, 1), (6, 128), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-class Shared:
-    """Memory that ranks share on this device, for as long as it lasts."""
-
-    def __init__(self, opt: Any) -> None:
-        self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.module = module_of(opt, "distributed.symmetric.low_contention")
-
-    def __enter__(self) -> None:
-        self.original = self.transport.memory
+@contextlib.contextmanager
+def shared(opt: Any) -> Iterator[Any]:
+    """The module, where memory is shared between ranks on this device meanwhile."""
+    module = module_of(opt, "distributed.symmetric.low_contention")
+    with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANKS_DEVICE"] == "cpu":
-            self.transport.memory = SharedMemory
-
-    def __exit__(self, *error: object) -> None:
-        self.transport.memory = self.original
-        for of_group in self.module._KEPT.values():
-            for one in of_group.values():
-                one.close()
-        self.module._KEPT.clear()
-        self.module._CALLS.clear()
+            transport = module_of(opt, "distributed.transport").GroupTransport
+            patch.setattr(transport, "memory", SharedMemory)
+        yield module
+    for of_group in module._KEPT.values():
+        for one in of_group.values():
+            one.close()
+    module._KEPT.clear()
+    module._CALLS.clear()
 
 
 def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -49,11 +46,10 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
 
 
 def collectives(opt: Any) -> int:
-    module = module_of(opt, "distributed.symmetric.low_contention")
     group = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     compared = 0
-    with Shared(opt):
+    with shared(opt) as module:
         for seed, shape in enumerate(SHAPES):
             for dtype in DTYPES:
                 for dim in range(-1, len(shape)):
@@ -86,11 +82,10 @@ def test_any_dimension_and_dtype(ranks, world) -> None:
 
 @on_ranks(2)
 def test_several_are_under_way(opt: Any) -> None:
-    module = module_of(opt, "distributed.symmetric.low_contention")
     group = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     found, message = [], ""
-    with Shared(opt):
+    with shared(opt) as module:
         for size in (16, 2**20):
             for _ in range(4):
                 parts = [
@@ -122,7 +117,7 @@ def wrong_calls(opt: Any) -> list[str]:
         lambda: module.all_gather_lc([x, x], x, group),
         lambda: module.all_gather_lc(torch.zeros((3, 3), device=device), x, None),
     ]
-    with Shared(opt):
+    with shared(opt):
         return [*map(message_of, calls)]
 
 
@@ -163,8 +158,7 @@ def gathered(module: Any, size: int, group: Any = None) -> Any:
 
 def after_a_late_rank(opt: Any) -> tuple[str, int, bool]:
     """The message of a call after one to which rank 1 came late; how many gave zeros till then."""
-    module = module_of(opt, "distributed.symmetric.low_contention")
-    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+    with shared(opt) as module, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TIMEOUT_MS", 300)
         gathered(module, 4)[0].wait()
         if distributed.get_rank() == 1:
@@ -207,7 +201,7 @@ def test_ranks_at_different_calls_raise(opt: Any) -> Any:
         if distributed.get_rank() == 0 or len(passed) > 2:
             check(one, wait=wait)
 
-    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+    with shared(opt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TIMEOUT_MS", 300)
         patch.setattr(module.LowContention, "check", late)
         gathered(module, 4)[0].wait()
@@ -227,9 +221,8 @@ def test_ranks_at_different_calls_raise(opt: Any) -> Any:
 
 def overwritten(opt: Any) -> tuple[bool, bool]:
     """What rank 1 takes for call 2, which rank 0 gave up on before it wrote calls 3 to 5."""
-    module = module_of(opt, "distributed.symmetric.low_contention")
     rank = distributed.get_rank()
-    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+    with shared(opt) as module, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TIMEOUT_MS", 300)
         patch.setattr(module.LowContention, "check", lambda *_, wait=True: None)
         gathered(module, 4)[0].wait()
@@ -258,10 +251,9 @@ def test_what_a_rank_that_gave_up_writes_is_not_taken(ranks) -> None:
 @pytest.mark.sees_defect("what a collective reads is given to others before it was read")
 @on_ranks(2)
 def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
-    module = module_of(opt, "distributed.symmetric.low_contention")
     group, ranks, found = distributed.group.WORLD, distributed.get_world_size(), []
     device = os.environ["RANKS_DEVICE"]
-    with Shared(opt):
+    with shared(opt) as module:
         for call in ("gather", "scatter"):
             part, whole = torch.zeros(4, device=device), torch.zeros(4 * ranks, device=device)
             inp = part if call == "gather" else whole
@@ -282,7 +274,6 @@ def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
 @on_ranks(2)
 def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
     """Results of calls that a larger one finds under way; memory that is let go is overwritten."""
-    module = module_of(opt, "distributed.symmetric.low_contention")
     arena, found = module_of(opt, "distributed.symmetric.arena").Arena, []
     original = arena.close
 
@@ -291,7 +282,7 @@ def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
             self._memories[self.rank].fill_(255)
         original(self)
 
-    with Shared(opt), pytest.MonkeyPatch.context() as patch:
+    with shared(opt) as module, pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "close", close)
         begun = [gathered(module, 16) for _ in range(3)]
         begun.append(gathered(module, 2**20))
@@ -301,9 +292,8 @@ def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
 
 @on_ranks(2)
 def test_a_call_that_finds_no_room_leaves_nothing_closed(opt: Any) -> None:
-    module = module_of(opt, "distributed.symmetric.low_contention")
     transport = module_of(opt, "distributed.transport").GroupTransport
-    with Shared(opt):
+    with shared(opt) as module:
         gathered(module, 4)[0].wait()
 
         class Full(transport.memory):

@@ -1,6 +1,5 @@
 """Who does what and in which order: balance, bounded chunks, and what a rank holds of a shard."""
 
-import importlib
 import itertools
 import math
 import random
@@ -12,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..conftest import module_fixture
 from ._ranks import on_ranks, same_everywhere
 from .test_sharing import give, gradients, module_of, plain_params
 
-
-@pytest.fixture(scope="module")
-def ownership(opt):
-    return importlib.import_module(f"{opt.__name__}.distributed.ownership")
+ownership = module_fixture("distributed.ownership")
+schedule = module_fixture("distributed.pipeline")
+shards = module_fixture("distributed.shards")
 
 
 def loads(costs, owners, ranks) -> list[float]:
@@ -133,11 +132,6 @@ def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> No
     operations = [float(m * m * n) for m, n in SHAPES]
     assert expected != ownership.assign(operations, everyone, 2)
     assert tuple(same_everywhere(ranks(2).run(owners_of_shapes, gradients_are))) == expected
-
-
-@pytest.fixture(scope="module")
-def schedule(opt):
-    return importlib.import_module(f"{opt.__name__}.distributed.pipeline")
 
 
 def chunk(number, log, later=0):
@@ -281,10 +275,6 @@ def placements_of(mesh, ndim):
     return itertools.product(*choices)
 
 
-def shards_module(opt):
-    return importlib.import_module(f"{opt.__name__}.distributed.shards")
-
-
 def assert_boxes(shards, runs, whole, local, case) -> None:
     """The boxes of the whole tensor, and of its inner part, take exactly what is held."""
     for cut in (0, 1):
@@ -305,7 +295,7 @@ def assert_boxes(shards, runs, whole, local, case) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @on_ranks()
 def test_shards_are_those_of_dtensor(opt, world) -> None:
-    shards, checked = shards_module(opt), 0
+    shards, checked = module_of(opt, "distributed.shards"), 0
     rank = distributed.get_rank()
     for mesh_shape in MESHES[world]:
         mesh = init_device_mesh("cpu", mesh_shape)
@@ -323,9 +313,9 @@ def test_shards_are_those_of_dtensor(opt, world) -> None:
 
 
 @pytest.mark.dist
-def test_every_element_is_held_once_per_replica(opt) -> None:
+def test_every_element_is_held_once_per_replica(shards) -> None:
     """On a mesh of three dimensions, without any process."""
-    shards, mesh = shards_module(opt), (2, 2, 2)
+    mesh = (2, 2, 2)
     coordinates = list(itertools.product(*map(range, mesh)))
     count = 0
     for shape in [(8, 8), (5, 3), (1, 7), (3, 5, 2)]:
@@ -345,14 +335,14 @@ def test_every_element_is_held_once_per_replica(opt) -> None:
 
 
 @pytest.mark.dist
-def test_a_number_is_one_box(opt) -> None:
+def test_a_number_is_one_box(shards) -> None:
     """As a 0-D parameter has whose state is loaded."""
-    (box,) = shards_module(opt).boxes((), ())
+    (box,) = shards.boxes((), ())
     number = torch.tensor(3.0)
     assert box.whole and box.numel == 1 and box.view(number) is number
 
 
 @pytest.mark.dist
-def test_partial_tensors_have_no_shards(opt) -> None:
+def test_partial_tensors_have_no_shards(shards) -> None:
     with pytest.raises(TypeError, match="Partial"):
-        shards_module(opt).splits_of((Replicate(), Partial()), 2)
+        shards.splits_of((Replicate(), Partial()), 2)

@@ -4,24 +4,27 @@ import copy
 import logging
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
-from torch import distributed, nn
+from torch import distributed
 
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
 from .test_agreement import here
-from .test_sharing import Watch, module_of, outcome
+from .test_sharing import (
+    give,
+    gradients,
+    messages_of,
+    module_of,
+    outcome,
+    plain_params,
+    watched,
+)
 
 pytestmark = pytest.mark.dist
 
 SHAPES = [(8, 6), (6, 8), (7,)]
-
-
-def model(seed: int = 0, shapes=SHAPES) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 def optimizer_of(opt, params, **arguments: Any):
@@ -32,43 +35,23 @@ def optimizer_of(opt, params, **arguments: Any):
     return opt.MuonAdamW(groups, **arguments)
 
 
-def give(params, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator)
-
-
-class Exchanges:
+def exchanges(opt) -> Any:
     """Counts what is asked of the store."""
-
-    def __init__(self, opt) -> None:
-        self.module, self.count = module_of(opt, "optimizers.sharded.consistency"), 0
-
-    def __enter__(self) -> "Exchanges":
-        self.kept = self.module.exchange
-
-        def exchange(*arguments):
-            self.count += 1
-            return self.kept(*arguments)
-
-        self.module.exchange = exchange
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.module.exchange = self.kept
+    module = module_of(opt, "optimizers.sharded.consistency")
+    return mock.patch.object(module, "exchange", wraps=module.exchange)
 
 
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 @on_ranks()
 def test_replicas_with_different_gradients_are_an_error_on_every_rank(opt, world, index) -> Any:
     """Nothing is written; when the gradients are reduced, the step goes on."""
-    params = model()
+    params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
-    give(params, 1)
+    give(params, gradients(params, 1))
     if here()[0]:
         params[index].grad += 1
     first = outcome(optimizer, params)
-    give(params, 1)
+    give(params, gradients(params, 1))
     message, written, after, moved = (*first, *outcome(optimizer, params))
     if world == 1:
         assert (message, written) == ("none", True)
@@ -84,9 +67,9 @@ def test_replicas_with_different_gradients_are_an_error_on_every_rank(opt, world
 @pytest.mark.parametrize("count", [1, len(SHAPES)])
 @on_ranks(2)
 def test_gradients_that_a_replica_misses_are_an_error(opt, count) -> Any:
-    params = model()
+    params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
-    give(params, 1)
+    give(params, gradients(params, 1))
     for param in params[:count] if here()[0] else []:
         param.grad = None
     message, written = outcome(optimizer, params)
@@ -98,18 +81,18 @@ def test_gradients_that_a_replica_misses_are_an_error(opt, count) -> Any:
 @on_ranks()
 def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world) -> Any:
     """Steps with equal gradients, the first one of a copy, too."""
-    params = model()
+    params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
     found = [outcome(optimizer, params)]  # without any gradient
-    with Exchanges(opt) as exchanges, Watch(opt) as watch:
+    with exchanges(opt) as exchange, watched(opt) as watch:
         for step in range(4):
-            give(params, step)
+            give(params, gradients(params, step))
             found.append(outcome(optimizer, params))
         copied = copy.deepcopy(optimizer)
         for group in copied.param_groups:
-            give(group["params"], 5)
+            give(group["params"], gradients(group["params"], 5))
         copied.step()
-    exchanged = exchanges.count
+    exchanged = exchange.call_count
     collectives = sum(watch.calls.values())
     assert found == [("none", False), *[("none", True)] * 4]
     assert (exchanged, collectives) == (1, 0)
@@ -121,41 +104,39 @@ def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world
 def test_ranks_that_train_on_their_own_go_on(opt, how) -> None:
     """Ranks that train different models, or say that they do."""
     rank = here()[0]
-    arguments, params = {}, model()
+    arguments, params = {}, plain_params(SHAPES)
     if how == "said so":
         arguments = {"gradients": "reduced"}
     elif how == "other values":
-        params = model(seed=rank)
+        params = plain_params(SHAPES, rank)
     elif how == "other shapes":
-        params = model(shapes=SHAPES[rank:])
+        params = plain_params(SHAPES[rank:])
     elif how == "other numbers":
-        params = model(shapes=SHAPES * (1 + rank))
+        params = plain_params(SHAPES * (1 + rank))
     optimizer = optimizer_of(opt, params, **arguments)
-    give(params, 10 + rank)
-    with Exchanges(opt) as exchanges:
+    give(params, gradients(params, 10 + rank))
+    with exchanges(opt) as exchange:
         start = time.monotonic()
         found = outcome(optimizer, params)
         assert time.monotonic() - start < optimizer._ranks.config.timeout == 30
-    found = (*found, exchanges.count)
+    found = (*found, exchange.call_count)
     assert found == ("none", True, int(how != "said so"))
 
 
 def only_one_steps(opt) -> tuple[str, bool, float, str]:
-    found, seconds = ("none", True), 0.0
+    found, seconds, logged = ("none", True), 0.0, []
     logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
-    records: list[logging.LogRecord] = []
     if here()[0] == 0:
-        params = model()
+        params = plain_params(SHAPES)
         optimizer = optimizer_of(opt, params, distributed=opt.DistributedConfig(timeout=0.5))
-        logger.addFilter(keep := lambda record: bool(records.append(record)))
         start = time.monotonic()
-        for step in range(3):
-            give(params, step)
-            found = outcome(optimizer, params)
+        with messages_of(logger) as logged:
+            for step in range(3):
+                give(params, gradients(params, step))
+                found = outcome(optimizer, params)
         seconds = time.monotonic() - start
-        logger.removeFilter(keep)
     distributed.barrier()
-    return (*found, seconds, "\n".join(record.getMessage() for record in records))
+    return (*found, seconds, "\n".join(logged))
 
 
 def test_a_rank_that_steps_alone_waits_once(ranks) -> None:
@@ -174,22 +155,20 @@ def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
     """
     rank, world = here()
     logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
-    records: list[logging.LogRecord] = []
-    logger.addFilter(keep := lambda record: bool(records.append(record)))
-    every = [model() for _ in range(2 + skipped)]
+    every = [plain_params(SHAPES) for _ in range(2 + skipped)]
     config = opt.DistributedConfig(timeout=0.5)
     optimizers = [optimizer_of(opt, params, distributed=config) for params in every]
     found = []
-    for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
-        give(params, rank)
-        if number == 0 and rank == world - 1:
-            time.sleep(1.5)
-        if rank == 0 or number in (0, len(every) - 1):
-            if number == len(every) - 1:
-                distributed.barrier()
-            found.append(outcome(optimizer, params)[0])
-    logger.removeFilter(keep)
-    return [found[0], found[-1]], [record.getMessage() for record in records]
+    with messages_of(logger) as logged:
+        for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
+            give(params, gradients(params, rank))
+            if number == 0 and rank == world - 1:
+                time.sleep(1.5)
+            if rank == 0 or number in (0, len(every) - 1):
+                if number == len(every) - 1:
+                    distributed.barrier()
+                found.append(outcome(optimizer, params)[0])
+    return [found[0], found[-1]], logged
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
@@ -208,12 +187,10 @@ def test_a_rank_that_comes_late_hears_what_the_others_found(ranks) -> None:
         assert "ranks 0, 1, 2 hold the same parameters with different gradients" in second
 
 
-def in_a_group(opt, gradients: str | None, equal: bool) -> tuple[str, bool]:
-    params = model()
-    optimizer = optimizer_of(
-        opt, params, gradients=gradients, process_group=distributed.group.WORLD
-    )
-    give(params, 1 if equal else 10 + here()[0])
+def in_a_group(opt, told: str | None, equal: bool) -> tuple[str, bool]:
+    params = plain_params(SHAPES)
+    optimizer = optimizer_of(opt, params, gradients=told, process_group=distributed.group.WORLD)
+    give(params, gradients(params, 1 if equal else 10 + here()[0]))
     return outcome(optimizer, params)
 
 
@@ -226,11 +203,11 @@ def test_ranks_of_a_group_compare_gradients_in_the_first_step(ranks) -> None:
 
 
 def test_a_single_process_compares_nothing(opt) -> None:
-    params = model()
+    params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
-    give(params, 0)
-    with Exchanges(opt) as exchanges:
+    give(params, gradients(params, 0))
+    with exchanges(opt) as exchange:
         before = [bits(param) for param in params]
         optimizer.step()
-    assert exchanges.count == 0
+    assert exchange.call_count == 0
     assert before != [bits(param) for param in params]

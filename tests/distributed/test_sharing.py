@@ -1,10 +1,12 @@
 """What ranks share and what they keep to themselves: counted, bounded, agreed upon."""
 
+import contextlib
 import importlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._cases import bits, mesh_of, placement
+from ._cases import bits, expected_on, mesh_of, placement
 from ._ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.dist
@@ -56,6 +58,17 @@ def message_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
+@contextlib.contextmanager
+def messages_of(logger: logging.Logger) -> Iterator[list[str]]:
+    """What it is told meanwhile, which goes nowhere else."""
+    found: list[str] = []
+    logger.addFilter(keep := lambda record: found.append(record.getMessage()))
+    try:
+        yield found
+    finally:
+        logger.removeFilter(keep)
+
+
 def outcome(optimizer, params) -> tuple[str, bool]:
     """What a step raised, and whether it wrote something."""
     before = [bits(local(param.detach())) for param in params]
@@ -74,78 +87,66 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def alone(opt, steps: int, **options) -> list[nn.Parameter]:
-    params = plain_params()
-    optimizer = opt.Muon(params, **options)
+def assert_equal_bits(params, expected) -> None:
+    """On this rank, parameter by parameter."""
+    for index, (param, other) in enumerate(zip(params, expected, strict=True)):
+        one, other = local(param.detach()), local(other.detach())
+        assert bits(one) == bits(other), f"parameter {index}: {(one - other).abs().max()}"
+
+
+def assert_as_alone(opt, params, steps: int, shapes=SHAPES, **options) -> None:
+    """As after so many steps of one process by `gradients`, on any placement."""
+    alone = plain_params(shapes)
+    optimizer = opt.Muon(alone, **options)
     for step in range(steps):
-        give(params, gradients(params, step))
+        give(alone, gradients(alone, step))
         optimizer.step()
-    return params
+    pairs = zip(params, alone, strict=True)
+    assert_equal_bits(params, [held_like(param, one.detach()) for param, one in pairs])
 
 
-def assert_as_alone(opt, params, steps: int, **options) -> None:
-    for param, single in zip(params, alone(opt, steps, **options), strict=True):
-        expected = single.detach()
-        if hasattr(param, "placements"):
-            expected = distribute_tensor(
-                expected, param.device_mesh, param.placements, src_data_rank=None
-            ).to_local()
-        assert bits(local(param.detach())) == bits(expected)
+def held_like(param, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a whole tensor that is held like a parameter."""
+    return expected_on(whole, param, getattr(param, "device_mesh", None))
 
 
-class Watch:
-    """Counts matrices that this rank orthogonalizes, and what it sends."""
+@contextlib.contextmanager
+def watched(opt) -> Iterator[SimpleNamespace]:
+    """Counts matrices that this rank orthogonalizes, its calls, and the bytes that it sends."""
+    step, transport = module_of(opt, "optimizers.step"), module_of(opt, "distributed.transport")
+    transport = transport.AllToAll
+    found = SimpleNamespace(matrices=0, calls=Counter(), largest=0, sent=0)
+    kept = step.orthogonalize, transport.exchange, transport._reduce
 
-    def __init__(self, opt) -> None:
-        self.step_module = module_of(opt, "optimizers.step")
-        self.transport = module_of(opt, "distributed.transport").AllToAll
-        self.matrices = 0
-        self.calls: Counter[str] = Counter()
-        self.largest = self.sent = 0  # bytes
+    def orthogonalize(x, **options):
+        found.matrices += x.numel() // (x.shape[-1] * x.shape[-2])
+        return kept[0](x, **options)
 
-    def __enter__(self) -> "Watch":
-        self.originals = (
-            self.step_module.orthogonalize,
-            self.transport.exchange,
-            self.transport._reduce,
-        )
+    def exchange(here, going, outbox, coming, inbox):
+        found.calls["all_to_all"] += 1
+        found.largest = max(found.largest, going.size, coming.size)
+        found.sent += going.size
+        return kept[1](here, going, outbox, coming, inbox)
 
-        def orthogonalize(x, **options):
-            self.matrices += x.numel() // (x.shape[-1] * x.shape[-2])
-            return self.originals[0](x, **options)
+    def reduce(here, values, op):
+        found.calls["all_reduce"] += 1
+        return kept[2](here, values, op)
 
-        def exchange(transport, going, outbox, coming, inbox):
-            self.calls["all_to_all"] += 1
-            self.largest = max(self.largest, going.size, coming.size)
-            self.sent += going.size
-            return self.originals[1](transport, going, outbox, coming, inbox)
-
-        def reduce(transport, values, op):
-            self.calls["all_reduce"] += 1
-            return self.originals[2](transport, values, op)
-
-        self.step_module.orthogonalize = orthogonalize
-        self.transport.exchange, self.transport._reduce = exchange, reduce
-        return self
-
-    def __exit__(self, *error) -> None:
-        (
-            self.step_module.orthogonalize,
-            self.transport.exchange,
-            self.transport._reduce,
-        ) = self.originals
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "orthogonalize", orthogonalize)
+        patch.setattr(transport, "exchange", exchange)
+        patch.setattr(transport, "_reduce", reduce)
+        yield found
 
 
 def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
-    from ._cases import placement
-
     if texts is None:
         params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
     else:
         mesh = mesh_of(mesh_shape)
         params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
     optimizer = opt.Muon(params, **arguments)
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         for step in range(2):
             give(params, gradients(params, step))
             optimizer.step()
@@ -175,7 +176,7 @@ def strided_group(opt) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
     params = placed(plain_params(), mesh, [Shard(0)])
     optimizer = opt.Muon(params)
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         give(params, gradients(params, 0))
         optimizer.step()
     assert_as_alone(opt, params, 1)
@@ -218,7 +219,7 @@ def test_experts_that_are_sharded_along_themselves_stay_local(opt) -> None:
     optimizer = opt.MuonAdamW(
         [{"kind": "muon", "params": named, "lr": 0.1, "expert_keys": ("experts",)}]
     )
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         give([param], gradients([param], 0))
         if distributed.get_rank() == 1:
             param.grad = None  # none of its experts was routed to
@@ -232,7 +233,7 @@ def test_experts_that_are_sharded_along_themselves_stay_local(opt) -> None:
 def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
     params = on_all("S0")
     optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**flow))
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         for step in range(2):
             give(params, gradients(params, step))
             optimizer.step()
@@ -265,21 +266,16 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
     """Messages, batches and updates are one tensor each, whatever the number of matrices."""
     world = distributed.get_world_size()
     shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
-    params, single = on_all("S0", shapes), plain_params(shapes)
-    config = opt.DistributedConfig(wire)
-    optimizer, alone = opt.Muon(params, distributed=config), opt.Muon(single, distributed=config)
+    params, config = on_all("S0", shapes), opt.DistributedConfig(wire)
+    optimizer = opt.Muon(params, distributed=config)
     copied: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         module = module_of(opt, "optimizers.sharded.exchange")
         patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
         for number in range(2):
-            grads = gradients(params, number)
-            give(params, grads)
-            give(single, [grad.clone() for grad in grads])
+            give(params, gradients(params, number))
             optimizer.step()
-            alone.step()
-    for param, expected in zip(params, single, strict=True):
-        assert bits(param.detach().full_tensor()) == bits(expected)
+    assert_as_alone(opt, params, 2, shapes, distributed=config)
     assert copied == Counter()
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._cases import bits, device
 from ._ranks import on_ranks, same_everywhere
 from .test_sharing import (
-    Watch,
+    assert_equal_bits,
     give,
     gradients,
     message_of,
@@ -22,6 +22,7 @@ from .test_sharing import (
     on_all,
     outcome,
     plain_params,
+    watched,
 )
 
 pytestmark = pytest.mark.dist
@@ -80,12 +81,6 @@ def train(optimizer, params, steps) -> None:
         for param, before in zip(params, kept, strict=True):  # none_grad is False here
             assert (param.grad is None) == (before is None)
             assert before is None or torch.equal(param.grad, before)
-
-
-def assert_equal_bits(params, expected) -> None:
-    for index, (param, other) in enumerate(zip(params, expected, strict=True)):
-        difference = (param - other).abs().max().item()
-        assert bits(param) == bits(other), f"parameter {index} differs by {difference}"
 
 
 def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
@@ -149,7 +144,7 @@ def test_rows_in_bands_change_no_bit_and_bound_the_messages(opt, wire) -> Any:
         [group], distributed=opt.DistributedConfig(wire, in_flight_bytes=limit)
     )
     one = opt.MuonAdamW([alone])
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         for step in range(3):
             for index, (param, other) in enumerate(zip(params, single, strict=True)):
                 parts = [contribution(param.shape, r, step, index) for r in range(world)]
@@ -189,7 +184,7 @@ def own_parts(opt) -> tuple[int, int, int]:
         cut.extend(int(rows != (0, 16)) for rows in found.rows)
         return found
 
-    with mock.patch.object(bands, "_banded", banded), Watch(opt) as watch:
+    with mock.patch.object(bands, "_banded", banded), watched(opt) as watch:
         optimizer.step()
     return watch.sent, len(cut), sum(cut)
 
@@ -222,7 +217,7 @@ def half_wire(opt) -> tuple[list[bytes], int, int]:
         optimizer = opt.DistMuonAdamW(
             groups(params, beta2=None), distributed=opt.DistributedConfig(wire)
         )
-        with Watch(opt) as watch:
+        with watched(opt) as watch:
             train(optimizer, params, range(2))
         results[wire] = params, watch.sent
     for full, half in zip(*(params for params, _ in results.values()), strict=True):
@@ -250,7 +245,7 @@ def counted(opt, none_grad: bool) -> dict[str, int]:
         group["none_grad"] = none_grad
     optimizer = opt.DistMuonAdamW(listed)
 
-    with Watch(opt) as watch:
+    with watched(opt) as watch:
         for index, param in enumerate(params):
             param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
         optimizer.step()

@@ -25,8 +25,8 @@ from torch.distributed import checkpoint
 from .._compare import assert_error_at_most
 from ..conftest import ROOT
 from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
-from ..optimizers.test_nanochat import groups_of
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
+from ..optimizers.test_update_rules import groups_of
 from ..test_readme import blocks
 from ._trainers import plain_trainer, settings, sft_trainer
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .._compare import assert_all_same_bits, capture
 
 
-def polar_express(opt, x: Tensor, steps: int, rows=None) -> Tensor:
+def polar_express(opt, x: Tensor, steps: int, rows=None, prefactor: float = 1.0) -> Tensor:
     """The schedule `opt` derives, or `rows`, applied in float64 with dense products."""
-    x = x.double() / ((1.0 if rows else 1.02) * x.double().norm())
+    x = x.double() / ((prefactor if rows else 1.02) * x.double().norm())
     for a, b, c in rows or opt.polar_express_coefficients(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -33,6 +33,7 @@ class PlainMuon:
     momentum_form: str = "heavy_ball"
     ns_steps: int = 5
     rows: list | None = None
+    prefactor: float = 1.0
     row_equilibration: bool = False
     renormalize: bool = False
     beta2: float | None = None
@@ -50,7 +51,7 @@ class PlainMuon:
         direction = new * grad + mu * buffer if self.nesterov else buffer
         if self.row_equilibration:
             direction = direction / direction.norm(dim=1, keepdim=True)
-        update = polar_express(opt, direction, self.ns_steps, self.rows)
+        update = polar_express(opt, direction, self.ns_steps, self.rows, self.prefactor)
         if self.renormalize:
             update *= math.sqrt(min(self.param.shape)) / update.norm()
         if self.beta2 is not None:

@@ -71,25 +71,20 @@ CUTS = {
         [(10, 6)] * 3 + [(4, 6)] * 3,
         None,
     ),
+    "filters": ((8, 3, 2, 2), {}, lambda t: [t.flatten(1)], [(8, 12)], (1, 12)),
+    "5-D": ((4, 2, 3, 2, 2), {}, lambda t: [t.flatten(1)], [(4, 24)], (1, 24)),
     # under an expert key a router or one expert's own matrix is a matrix
     "a matrix beside experts": ((6, 4), EXPERTS, lambda t: [t], [(6, 4)], (6, 1)),
 }
 
 
+@pytest.mark.sees_defect("convolutions and N-D tensors are refused")
 @pytest.mark.parametrize(("shape", "options", "pieces", "shapes", "kept"), CUTS.values(), ids=CUTS)
 def test_cuts_equal_separate_parameters(opt, device, shape, options, pieces, shapes, kept) -> None:
     (param,) = parameters([shape], dtype=torch.float64, device=device)
     fused, *_ = compare_with_separate(opt, param, pieces, shapes, **options)
     if kept is not None:
         assert fused.state[param]["second_momentum_buffer"].shape == kept
-
-
-@pytest.mark.sees_defect("convolutions and N-D tensors are refused")
-@pytest.mark.parametrize("shape", [(8, 3, 2, 2), (4, 2, 3, 2, 2)], ids=str)
-def test_convolution_filters_are_flattened(opt, device, shape) -> None:
-    (param,) = parameters([shape], dtype=torch.float64, device=device)
-    columns = math.prod(shape[1:])
-    compare_with_separate(opt, param, lambda t: [t.flatten(1)], [(shape[0], columns)], beta2=0.9)
 
 
 def test_three_dimensions_need_a_decision(opt, device) -> None:

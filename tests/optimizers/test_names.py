@@ -2,10 +2,8 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,12 +55,7 @@ def test_signatures(opt, name, expected) -> None:
     assert {key: found[key].default for key in expected} == expected
 
 
-def test_version(opt) -> None:
-    build = Path(__file__).resolve().parents[2] / "build.toml"
-    assert opt.__version__ == str(tomllib.loads(build.read_text())["general"]["version"])
-
-
-def groups(params, mark="use_muon"):
+def groups(params):
     matrices, vectors = [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
     return [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
 

@@ -204,30 +204,12 @@ def test_there_is_one_of_every_scheduler() -> None:
     assert set(SCHEDULERS) == {*lr_scheduler.__all__} - {"LRScheduler"} | {"SWALR"}
 
 
-@by_scheduler
-@by_class()
-def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
-    problem = LeastSquares(device)
-    optimizer = make(opt, name, groups_of(problem))
-    twin = sgd_twin()
-    scheduler, twin_scheduler = SCHEDULERS[schedule](optimizer), SCHEDULERS[schedule](twin)
-    first, seen = problem.loss().item(), set()
-    for step in range(STEPS - 1):
-        assert rates(optimizer) == rates(twin)
-        seen.add(tuple(rates(optimizer)))
-        optimizer.step(problem.loss)
-        twin.step()
-        for one in (scheduler, twin_scheduler):
-            advance(one, loss=float(min(step, 3)))
-    assert len(seen) > 1
-    assert problem.loss().item() < first
-
-
 @pytest.mark.sees_defect("a Tensor lr breaks, or waits for the device")
 @by_scheduler
 @by_class()
-def test_a_tensor_rate_is_scheduled_in_place(opt, device, name, schedule) -> None:
-    """The Tensor stays the same object, and the parameters move as with numbers."""
+def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
+    """As those of torch.optim.SGD. A Tensor stays the same object, and parameters move as with
+    numbers."""
     problem, plain = LeastSquares(device), LeastSquares(device)
     groups = groups_of(problem)
     for group in groups:
@@ -235,15 +217,20 @@ def test_a_tensor_rate_is_scheduled_in_place(opt, device, name, schedule) -> Non
     tensors = [group["lr"] for group in groups]
     optimizer = make(opt, name, groups)
     numbers = make(opt, name, groups_of(plain))
-    scheduler, other = SCHEDULERS[schedule](optimizer), SCHEDULERS[schedule](numbers)
+    twin, seen = sgd_twin(), set()
+    every = [SCHEDULERS[schedule](one) for one in (optimizer, numbers, twin)]
     for step in range(STEPS - 1):
+        assert rates(numbers) == rates(twin)
+        seen.add(tuple(rates(twin)))
         optimizer.step(problem.loss)
         numbers.step(plain.loss)
-        for one in (scheduler, other):
+        twin.step()
+        for one in every:
             advance(one, loss=float(min(step, 3)))
         pairs = zip(optimizer.param_groups, tensors, strict=True)
         assert all(group["lr"] is tensor for group, tensor in pairs)
         assert rates(optimizer) == pytest.approx(rates(numbers), rel=1e-12)
+    assert len(seen) > 1
     # The gradients depend on the parameters: a last bit of the rate may turn roundings of a
     # float16 iteration (2^-11) in each of 11 updates of at most 0.02 sqrt(2) per element.
     for one, expected in zip(problem.params, plain.params, strict=True):

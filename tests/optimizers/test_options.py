@@ -174,6 +174,15 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
         ("timeout", 0, ValueError, " must be above 0 and below 86400 seconds, got 0"),
         ("timeout", float("nan"), ValueError, " must be above 0"),
         ("timeout", "30", TypeError, " must be a number of seconds, got '30'"),
+        ("transport", "mpi", ValueError, " must be"),
+        ("transport", None, ValueError, " must be"),
+        ("strict", 1, TypeError, " must be"),
+        ("slots", 1, ValueError, " must be"),
+        ("slots", 2.5, TypeError, " must be"),
+        ("min_bytes", -1, ValueError, " must be"),
+        ("min_bytes", True, TypeError, " must be"),
+        ("timeout_ms", 0, ValueError, " must be"),
+        ("timeout_ms", 10**9, ValueError, " must be"),
     ],
 )
 def test_a_distributed_config_is_checked_when_it_is_made(opt, field, value, error, message):

@@ -89,14 +89,6 @@ def test_the_default_dtype_does_not_matter(opt, device, name) -> None:
 
 
 @by_class()
-def test_a_closure_may_return_nothing(opt, device, name) -> None:
-    problem = LeastSquares(device)
-    optimizer, before = make(opt, name, problem.params), values(problem.params)
-    assert optimizer.step(lambda: problem.loss() and None) is None
-    assert not any(torch.equal(p, b) for p, b in zip(problem.params, before, strict=True))
-
-
-@by_class()
 def test_all_hooks(opt, device, name) -> None:
     """In torch's order, global ones outside; the first argument is the optimizer itself."""
     problem = LeastSquares(device)

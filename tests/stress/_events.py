@@ -17,14 +17,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ..optimizers.test_groups import ADAMW_OPTIONS, MUON_OPTIONS
-from ._problem import DifferenceError, adamw_options, assert_unchanged, bits, halved, muon_options
+from ._problem import DifferenceError, adamw_options, assert_unchanged, halved, muon_options
 
 if TYPE_CHECKING:
     from ._episode import Episode
     from ._together import Together
 
-REFUSALS = (ValueError, TypeError)
 EVENTS: dict[str, Callable[[Episode], None]] = {}
 
 
@@ -54,73 +52,10 @@ def tensor_learning_rate(episode: Episode) -> None:
         run.optimizer.param_groups[number]["lr"] = torch.full(shape, rate, dtype=torch.float64)
 
 
-# What is wrong in any group for AdamW and for Muon, and looked at by a step.
-WRONG = [
-    [
-        (option, value)
-        for option, value, _, message in table
-        if option != "ns_coefficients" and "got -1.0" not in message
-    ]
-    for table in (ADAMW_OPTIONS, MUON_OPTIONS)
-]
-
-
-@event
-def wrong_option(episode: Episode | Together) -> None:
-    number = episode.generator.randrange(len(episode.run.given))
-    muon, group = episode.run.given[number].muon, episode.run.optimizer.param_groups[number]
-    option, value = episode.generator.choice(WRONG[muon])
-    renamed = option in ("betas", "eps") and not muon and episode.run.front == "Muon"
-    key = f"adamw_{option}" if renamed else option
-    kept, group[key] = group[key], value
-    step = episode.run.optimizer.step
-    episode.refused(f"{key}={value!r}", step, *REFUSALS, names=option)
-    group[key] = kept
-
-
 @event
 def add_group(episode: Episode | Together) -> None:
     if len(episode.run.params) <= 25:
         episode.add(episode.source.group())
-
-
-@event
-def wrong_group(episode: Episode | Together) -> None:
-    run, generator = episode.run, episode.generator
-    given = episode.source.group(muon=True)
-    params = [nn.Parameter(episode.placed(one.name, one.value())) for one in given.params]
-    group = given.make(run.front, params)
-    name, held = generator.choice([*run.params.items()])
-    cases: dict[str, dict[str, Any]] = {
-        "a parameter that is held": {"params": [*params, held], "names": [*group["names"], "z"]},
-        "a name that is taken": {"names": [*group["names"][:-1], name]},
-        "an unknown key": {"learning_rate": 0.1},
-        "a vector": {
-            "params": [*params, nn.Parameter(torch.ones(3))],
-            "names": [*group["names"], "vector"],
-        },
-        "integers": {
-            "params": [*params, torch.ones(3, 3, dtype=torch.int64)],
-            "names": [*group["names"], "integers"],
-        },
-        "no names enough": {"names": group["names"][:-1]},
-        "momentum": {"momentum": 2.0},
-        "split_sizes": {"split_sizes": {group["names"][0]: (10**6,)}, "num_heads": None},
-        "num_heads": {"num_heads": {"nobody": 3}, "split_sizes": None},
-        "params": {"params": set(params)},
-        "two kinds": {"use_muon": False, "kind": "muon"},
-    }
-    what = generator.choice([*cases])
-    count = len(run.optimizer.param_groups)
-    add = run.optimizer.add_param_group
-    named = "vector" if what == "a vector" else ""
-    episode.refused(
-        f"a group with {what}", lambda: add(group | cases[what]), *REFUSALS, names=named
-    )
-    if len(run.optimizer.param_groups) != count:
-        raise DifferenceError(f"a refused group with {what} was added")
-    if generator.random() < 0.5:  # the right one can still be added
-        episode.add(given)
 
 
 @event
@@ -343,106 +278,6 @@ def _assert_locked(episode: Episode, what: str) -> None:
 
 
 @event
-def state_is_cleared(episode: Episode) -> None:
-    """Refused by name, or made anew; not half a step."""
-    name, param = episode.generator.choice([*episode.run.params.items()])
-    before = episode.run.snapshot()
-    episode.run.optimizer.state[param].clear()
-    try:
-        episode.run.optimizer.step()
-    except (ValueError, RuntimeError) as error:
-        for other, param in episode.run.params.items():
-            if bits(param) != bits(before.tensors[other]):
-                raise DifferenceError(f"{other} changed though the step raised: {error}") from error
-    except Exception as error:
-        raise DifferenceError(
-            f"cleared state of {name}: {type(error).__name__}: {error}"
-        ) from error
-    episode.run.load_from(episode.twin)
-    before.give_grads(episode.run.params)
-
-
-@event
-def wrong_state_dict(episode: Episode) -> None:
-    optimizer, generator = episode.run.optimizer, episode.generator
-    saved = copy.deepcopy(optimizer.state_dict())
-    with_state = [key for key, value in saved["state"].items() if value]
-    if not with_state:
-        return
-    state = saved["state"][generator.choice(with_state)]
-    tensors = [key for key in state if not key.startswith("rounding")]
-    key = generator.choice(tensors)
-
-    def swap(value: Any) -> None:
-        state[key] = value
-
-    step = state.get("step")
-    cases: dict[str, Callable[[], Any]] = {
-        "a missing entry": lambda: state.pop(key),
-        "an unknown entry": lambda: state.update(unknown=torch.ones(3)),
-        "another shape": lambda: swap(torch.zeros(3, 1, 7)),
-        "integers": lambda: swap(torch.zeros(state[key].shape, dtype=torch.int64)),
-        "complex numbers": lambda: swap(torch.zeros(state[key].shape, dtype=torch.complex64)),
-        "float8": lambda: swap(torch.zeros(state[key].shape).to(torch.float8_e4m3fn)),
-        "no tensor": lambda: swap("text"),
-        "one group too many": lambda: saved["param_groups"].append({"params": []}),
-        "a group of another size": lambda: saved["param_groups"][0]["params"].append(10**6),
-        "a misspelt option": lambda: saved["param_groups"][0].update(weight_decays=3),
-        "an invalid option": lambda: saved["param_groups"][0].update(lr=-1.0),
-        "state that no group lists": lambda: saved["state"].update({10**6: {}}),
-    }
-    if step is not None:
-        cases["a negative step"] = lambda: state.update(step=torch.tensor(-3.0))
-        cases["a step that is NaN"] = lambda: state.update(step=torch.tensor(float("nan")))
-        if state["exp_avg_sq"].numel():
-            cases["a negative second moment"] = lambda: state["exp_avg_sq"].fill_(-1.0)
-    what = generator.choice([*cases])
-    cases[what]()
-    episode.refused(f"loading {what}", lambda: optimizer.load_state_dict(saved), *REFUSALS)
-
-
-@event
-def damaged_file(episode: Episode) -> None:
-    folder, generator = episode.new_folder(), episode.generator
-    episode.opt.save_optimizer(episode.run.optimizer, folder)
-    path = folder / "optimizer.safetensors"
-    data = bytearray(path.read_bytes())
-    kind = generator.choice(["a flipped bit", "a cut file", "an empty file", "no file"])
-    if kind == "a flipped bit":
-        data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        path.write_bytes(data)
-    elif kind == "a cut file":
-        path.write_bytes(data[: generator.randrange(len(data))])
-    elif kind == "an empty file":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
-    error = FileNotFoundError if kind == "no file" else ValueError
-    load = episode.opt.load_optimizer
-    episode.refused(f"loading {kind}", lambda: load(episode.run.optimizer, folder), error)
-
-
-@event
-def sparse_gradient(episode: Episode) -> None:
-    candidates = [p for p in episode.run.params.values() if p.ndim == 2 and p.numel()]
-    if not candidates:
-        return
-    param = episode.generator.choice(candidates)
-    kept, param.grad = param.grad, None
-    param.grad = torch.ones_like(param).to_sparse()
-    before = episode.run.snapshot()
-    try:
-        episode.run.optimizer.step()
-    except REFUSALS as error:
-        if "gradient" not in str(error):
-            raise DifferenceError(f"a sparse gradient: {error}") from error
-    else:
-        raise DifferenceError("a sparse gradient was accepted")
-    assert_unchanged(episode.run, before, "after a sparse gradient", grads=False)
-    param.grad = kept
-
-
-@event
 def not_a_number(episode: Episode) -> None:
     """NaN reaches its own parameter and no other; then both runs go back."""
     run, generator = episode.run, episode.generator
@@ -490,7 +325,7 @@ def zeroed(episode: Episode) -> None:
 
 
 # Of several ranks, too.
-ALIKE = (tensor_learning_rate, add_group, wrong_option, deep_copied, offload_off, wrong_group)
+ALIKE = (tensor_learning_rate, add_group, deep_copied, offload_off)
 ALIKE += (closure_raises, pre_hook_raises, change_options, state_dict_and_restart)
 
 

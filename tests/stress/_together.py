@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import logging
 import random
 import shutil
@@ -12,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -311,77 +309,6 @@ def gradient_missing_on_one(episode: Together) -> None:
     episode.refused(f"no gradient of {name} on rank {rank}", step, RuntimeError)
     episode.load(saved)
     episode.fill_gradients()
-
-
-@event
-def option_differs_on_one(episode: Together) -> None:
-    """Every rank raises in this step or before the next writes; then state is loaded."""
-    number = episode.generator.randrange(len(episode.run.given))
-    group = episode.run.optimizer.param_groups[number]
-    option = episode.generator.choice(["lr", "weight_decay"])
-    if not any(p.grad is not None and p.numel() for p in group["params"]):
-        return
-    saved = copy.deepcopy(episode.run.optimizer.state_dict())
-    kept = group[option]
-    if episode.rank == episode.generator.randrange(episode.world):
-        group[option] = kept * 0.5 + 0.01
-    found = episode.outcomes(episode.run.optimizer.step)
-    if not any(found):
-        for name, param in episode.run.params.items():
-            if param.grad is None and episode.twin.params[name].grad is not None:
-                param.grad = torch.zeros_like(param)
-        found = episode.outcomes(episode.run.optimizer.step)
-    group[option] = kept
-    if not all(one.startswith("RuntimeError") for one in found):
-        raise DifferenceError(f"{option} of group {number} differs on one rank: {found}")
-    episode.load(saved)
-    episode.fill_gradients()
-
-
-@event
-def step_is_interrupted(episode: Together) -> None:
-    """The same stage raises on every rank at its first call: unchanged, or refused until a load.
-
-    A step that runs first tells whether every rank comes to the stage: one that has nothing to do
-    there would wait for the others instead, until the group's timeout.
-    """
-    from torch import distributed
-
-    module = importlib.import_module(f"{episode.opt.__name__}.optimizers.step")
-    stage = episode.generator.choice(["adamw", "update"])
-    saved = copy.deepcopy(episode.run.optimizer.state_dict())
-    gradients = {name: param.grad for name, param in episode.run.params.items()}
-    with mock.patch.object(module, stage, wraps=getattr(module, stage)) as counted:
-        episode.run.optimizer.step()
-    calls: list[Any] = [None] * episode.world
-    distributed.all_gather_object(calls, counted.call_count)
-    episode.load(copy.deepcopy(saved))
-    if not all(calls):
-        episode.fill_gradients()
-        return
-    for name, param in episode.run.params.items():
-        param.grad = gradients[name]
-    with mock.patch.object(module, stage, raises):
-        found = episode.outcomes(episode.run.optimizer.step)
-    if any(found):
-        for what, action in {
-            "step": episode.run.optimizer.step,
-            "save_optimizer": lambda: episode.opt.save_optimizer(episode.run.optimizer, "never"),
-        }.items():
-            outcomes = episode.outcomes(action)
-            bad = [o for o, first in zip(outcomes, found, strict=True) if first and not o]
-            if bad and _changed(episode):
-                raise DifferenceError(f"{what} goes on after half a step in {stage}: {outcomes}")
-    episode.load(saved)
-    episode.fill_gradients()
-
-
-def _changed(episode: Together) -> bool:
-    try:
-        episode.compare("interrupted")
-    except DifferenceError:
-        return True
-    return False
 
 
 @event

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,14 +160,6 @@ def test_a_rank_that_plans_otherwise_is_seen(opt, submodule, what, monkeypatch) 
     assert played["findings"]
 
 
-def test_the_folder_of_a_batch_is_removed(opt, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(_cases.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "here"))
-    (tmp_path / "here").mkdir()
-    monkeypatch.setattr(_cases.resource, "setrlimit", lambda *_: None)
-    _cases.play(opt, [5], "polar_express_coefficients")
-    assert not Path(tmp_path / "here").exists()
-
-
 SEEDS = range(4)
 
 
@@ -257,25 +248,3 @@ def test_the_report_says_what_was_found(tmp_path, capsys, found) -> None:
     written = json.loads((tmp_path / "soak.json").read_text())
     assert (written["seed"], written["counts"], written["hangs"]) == (7, {"step": 3}, 0)
     assert written["torch"] == torch.__version__ and len(written["findings"]) == found
-
-
-def test_steps_are_shared_out(monkeypatch) -> None:
-    """Nine tenths to one process; an episode that fails counts the steps that it took."""
-    asked = []
-
-    class Played:
-        def __init__(self, world: int) -> None:
-            self.world = world
-
-        def run(self, play: Any, seed: int, steps: int, limit: float) -> list[Any]:
-            asked.append((self.world, steps))
-            answer = {"steps": steps, "counts": {}, "difference": None, "happened": []}
-            return [("done", answer)] * self.world
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(runs, "Workers", Played)
-    report = runs.soak(1000, 0)
-    assert sum(n for world, n in asked if world == 1) == 900
-    assert sum(n for world, n in asked if world == 4) == 100
-    assert report.counts["steps of 4 ranks"] == 100 and not report.findings
