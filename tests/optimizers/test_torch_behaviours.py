@@ -276,6 +276,7 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     assert_continues(problem, optimizer, twin, loaded)
 
 
+@pytest.mark.sees_defect("the list of names is copied under every parameter of a checkpoint")
 @by_class()
 def test_names_are_no_part_of_a_state_dict(opt, device, name) -> None:
     """One with names loads into one without, and the other way round; names stay."""

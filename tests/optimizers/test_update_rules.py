@@ -57,19 +57,6 @@ def test_ten_steps_follow_the_rule(opt, device, shape, name, options) -> None:
     assert_error_at_most(param.detach(), expected.param, FLOAT64)
 
 
-@pytest.mark.sees_defect("the norm is taken in bfloat16")
-@pytest.mark.parametrize("shape", [(48, 96), (96, 48)], ids=str)
-def test_float32_step_is_close_to_float64(opt, device, shape) -> None:
-    (param,) = parameters([shape], device=device)
-    (exact,) = parameters([shape], dtype=torch.float64, device=device)
-    for p in (param, exact):
-        optimizer = opt.MuonAdamW(
-            [{"kind": "muon", "params": [p], "lr": 0.02, "dtype": p.dtype, "weight_decay": 0.1}]
-        )
-        train(optimizer, [p], 5)
-    assert_error_at_most(param.detach(), exact.detach(), FLOAT32)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("lr", [3e-3, "tensor"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -289,20 +276,21 @@ def script(
     return losses
 
 
-@pytest.mark.parametrize("beta2", [None, 0.9])
-def test_float32_of_cut_matrices_is_close_to_float64(opt, device, beta2) -> None:
-    """Batches of a shape, cut matrices and stacks of experts, with both options."""
-    shapes = [(48, 96), (48, 96), (3, 24, 16), (36, 32)]
-    names = ["a", "b", "experts.c", "fused"]
+@pytest.mark.sees_defect("the norm is taken in bfloat16")
+@pytest.mark.parametrize("rule", [{}, {"beta2": None, **JULY}, {"beta2": 0.9, **JULY}], ids=str)
+def test_float32_is_close_to_float64(opt, device, rule) -> None:
+    """Batches of a shape, tall ones, cut matrices and stacks of experts."""
+    shapes = [(48, 96), (48, 96), (96, 48), (3, 24, 16), (36, 32)]
+    names = ["a", "b", "tall", "experts.c", "fused"]
     cut = {"split_sizes": {"fused": (12, 24)}, "expert_keys": ("experts",)}
     params = parameters(shapes, device=device)
     exact = parameters(shapes, dtype=torch.float64, device=device)
     for of_dtype in (params, exact):
-        options = {"lr": 0.02, "beta2": beta2, "dtype": of_dtype[0].dtype, **cut, **JULY}
+        options = {"lr": 0.02, "weight_decay": 0.1, "dtype": of_dtype[0].dtype, **cut, **rule}
         group = {"kind": "muon", "params": of_dtype, "names": names, **options}
         train(opt.MuonAdamW([group]), of_dtype, 5)
     for one, other in zip(params, exact, strict=True):
-        assert_error_at_most(one.detach(), other.detach(), 2e-5)
+        assert_error_at_most(one.detach(), other.detach(), FLOAT32)
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(2.0**-20, torch.float32), (1e-5, torch.float64)])

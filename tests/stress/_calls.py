@@ -1,4 +1,4 @@
-"""Calls of the optimizers' functions and of the step's kernels, with what each must give."""
+"""What a call is, its tensors, and calls of the optimizers' functions, with what each must give."""
 
 from __future__ import annotations
 
@@ -6,22 +6,82 @@ import functools
 import importlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..orthogonalize._matrices import exact
-from ._arguments import FLOATS, Call, draw, restrided
 from ._problem import DifferenceError, Run, Source, assert_unchanged, bits
+
+
+@dataclass
+class Call:
+    """One call of a public function.
+
+    Args:
+        name: of the function.
+        function: the function.
+        arguments: by keyword.
+        check: gets the result and raises DifferenceError if it is wrong; None for none.
+        written: names of the arguments that the function may write.
+        also: documented errors besides ValueError and TypeError.
+        words: what a message may name in place of an argument.
+        exact: arguments that are left as they are, since only together they mean something.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    check: Callable[[Any], None] | None = None
+    written: tuple[str, ...] = ()
+    also: tuple[type[BaseException], ...] = ()
+    words: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+    spoiled: list[str] = field(default_factory=list)
+
 
 Check = Callable[[Any], None]
 Made = dict[str, Any] | tuple[Any, ...] | Call
 CALLS: dict[str, Callable[[Package, random.Random], Call]] = {}
-# Of ops whose arguments are nothing else.
-WORDS = ("lists of tensors", "could not convert string to float")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STEPPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(
+    generator: random.Random,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    scale: float = 1.0,
+    strided: bool = True,
+) -> Tensor:
+    numbers = torch.Generator().manual_seed(generator.randrange(2**31))
+    x = (torch.randn(tuple(shape), generator=numbers, dtype=torch.float64) * scale).to(dtype)
+    return restrided(generator, x) if strided else x
+
+
+def integers(generator: random.Random, low: int, high: int, shape: Sequence[int]) -> Tensor:
+    numbers = torch.Generator().manual_seed(generator.randrange(2**31))
+    return torch.randint(low, high, tuple(shape), generator=numbers)
+
+
+def restrided(generator: random.Random, x: Tensor) -> Tensor:
+    """The same numbers: contiguous, transposed in memory, with gaps, or at an odd place."""
+    kind = generator.choice(["as it is", "as it is", "transposed", "gaps", "offset"])
+    if kind == "transposed" and x.ndim >= 2:
+        return x.mT.contiguous().mT
+    if kind == "gaps" and x.ndim:
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 7, dtype=x.dtype)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    if kind == "offset":
+        flat = torch.zeros(x.numel() + 1, dtype=x.dtype)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(x.shape)
+    return x
 
 
 class Package:
@@ -212,75 +272,6 @@ def polar_express_coefficients(package: Package, generator: random.Random) -> Ma
         return len(rows) == steps and bool((values.isfinite() & (values > 0)).all())
 
     return given, holds(right)
-
-
-def lists(generator: random.Random) -> list[Tensor]:
-    shapes = [(5, 3), (8,), (1, 1), (2, 3, 4), (0, 3), (33, 17), ()]
-    return [
-        draw(generator, generator.choice(shapes), generator.choice(STEPPED))
-        for _ in range(generator.choice([0, 1, 1, 3, 5]))
-    ]
-
-
-@call("kernels.momentum", written=("buffers", "out"), words=WORDS)
-def momentum(package: Package, generator: random.Random) -> Made:
-    grads = lists(generator)
-    buffers = [draw(generator, g.shape, torch.float32) for g in grads]
-    out = [restrided(generator, torch.zeros(g.shape)) for g in grads]
-    options = drawn(generator, mu=[0.0, 0.5, 0.95], nesterov=[True, False])
-    form = generator.choice(["heavy_ball", "ema"])
-    old = [b.double() for b in buffers]
-
-    def check(_: Any) -> None:
-        slow = package("reference.update").momentum
-        for grad, kept, buffer, found in zip(grads, old, buffers, out, strict=True):
-            expected = slow(grad.double(), kept, **options, ema=form == "ema")
-            close(found, expected, 1e-5, grad, buffer)
-            close(buffer, kept, 1e-5)
-
-    return {"grads": grads, "buffers": buffers, "out": out, **options, "form": form}, check
-
-
-@call("kernels.apply_update", written=("params",), words=WORDS)
-def apply_update(package: Package, generator: random.Random) -> Made:
-    params = lists(generator)
-    updates = [draw(generator, p.shape, torch.float32, strided=False) for p in params]
-    factors = [generator.uniform(0.1, 2) for _ in params]
-    flags = drawn(generator, shaped_decay=[True, False], cautious=[True, False])
-    lr, wd = generator.uniform(1e-3, 0.1), generator.choice([0.0, 0.1])
-    old = [p.clone() for p in params]
-
-    def check(_: Any) -> None:
-        slow = package("reference.update").apply_update
-        for param, kept, update, factor in zip(params, old, updates, factors, strict=True):
-            rate, expected = lr * factor, kept.double()
-            decay = (rate if flags["shaped_decay"] else lr) * wd
-            slow(expected, update, lr=rate, decay=decay, cautious=flags["cautious"])
-            close(param, expected, rounding(param.dtype), kept, rate * update.norm())
-
-    given = {"params": params, "updates": updates, "factors": factors, **flags}
-    return given | {"lr": lr, "weight_decay": wd}, check
-
-
-@call("kernels.adamw", written=("params", "exp_avgs", "exp_avg_sqs", "steps"), words=WORDS)
-def adamw(package: Package, generator: random.Random) -> Made:
-    params = lists(generator)
-    grads = [draw(generator, p.shape, p.dtype) for p in params]
-    averages = [draw(generator, p.shape, torch.float32) for p in params]
-    squares = [draw(generator, p.shape, torch.float32).abs() for p in params]
-    steps = [torch.tensor(float(generator.randrange(20))) for _ in params]
-    options = drawn(generator, betas=[(0.9, 0.95), (0.5, 0.999)], weight_decay=[0.0, 0.1])
-    options |= {"lr": generator.uniform(1e-3, 0.1), "eps": 1e-8}
-    state = {"params": params, "exp_avgs": averages, "exp_avg_sqs": squares, "steps": steps}
-    old = [[x.double() for x in one] for one in zip(*state.values(), strict=True)]
-
-    def check(_: Any) -> None:
-        slow = package("reference.update").adamw
-        for param, grad, (value, *kept) in zip(params, grads, old, strict=True):
-            slow(value, grad.double(), *kept, **options)
-            close(param, value, rounding(param.dtype) + 1e-5)
-
-    return {"grads": grads, **state, **options}, check
 
 
 @call("kernels.symmetric_matmul", written=("out",))

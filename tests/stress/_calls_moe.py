@@ -9,18 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from ..moe._eager import LayerProblem, Problem, eager, eager_layer, predecessors
-from ._arguments import FLOATS, Call, draw, integers, restrided
 from ._calls import (
+    FLOATS,
     STEPPED,
+    Call,
     Made,
     Package,
     bits,
     call,
     close,
+    draw,
     drawn,
     finite,
     holds,
+    integers,
     near,
+    restrided,
     rounding,
 )
 from ._problem import DifferenceError
@@ -99,21 +103,6 @@ def expert_sort(package: Package, generator: random.Random) -> Made:
             raise DifferenceError("another order than the reference")
 
     return {"expert_ids": ids, "backend": generator.choice(BACKENDS), **given}, check
-
-
-@call("kernels.combine")
-def combine(package: Package, generator: random.Random) -> Made:
-    tokens, k = generator.choice([1, 4, 9]), generator.choice([1, 2, 3])
-    order = package.opt.moe.expert_sort(integers(generator, 0, 5, (tokens, k)), 4)  # 4: a sentinel
-    y = draw(generator, (tokens * k, 5), generator.choice(FLOATS))
-    gates = draw(generator, (tokens, k)) if generator.random() < 0.7 else None
-    rest = {"rows": order.rows, "offsets": order.offsets, "top_k": k}
-
-    def expected() -> Tensor:
-        wide = None if gates is None else gates.double()
-        return package("reference.moe").combine(y.double(), wide, order.rows, order.offsets, k)
-
-    return {"y": y, "gates": gates, **rest}, near(expected, 8 * rounding(y.dtype))
 
 
 @call("moe.glu")

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import random
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import ALIKE, PlannedError, raises, state_dict_and_restart
+from ._events import ALIKE, PlannedError, raises
 from ._problem import (
     DifferenceError,
     Pair,
@@ -175,50 +173,6 @@ def whole(tensor: Any) -> Tensor:
     if tensor.dtype == torch.int16:  # which gloo cannot gather
         return tensor.int().full_tensor().to(torch.int16)
     return tensor.full_tensor()
-
-
-@event
-def checkpoint_and_restart(episode: Together) -> None:
-    """torch.distributed.checkpoint, as one model whose parameters have the names of the groups."""
-
-    def state_of(run: Run) -> dict[str, Any]:
-        listed = [param for group in run.optimizer.param_groups for param in group["params"]]
-        of_names = {id(param): name for name, param in run.params.items()}
-        state = run.optimizer.state_dict()["state"]
-        return {
-            f"{of_names[id(param)]}/{key}": value
-            for number, param in enumerate(listed)
-            for key, value in state.get(number, {}).items()
-        }
-
-    if episode.held == "unreduced":
-        return state_dict_and_restart(episode)
-    folder: list[Any] = [tempfile.mkdtemp(prefix="soak-") if episode.rank == 0 else None]
-    distributed.broadcast_object_list(folder, src=0)
-    episode.run.optimizer.fit_state()  # as torch's get_optimizer_state_dict does on both sides
-    checkpoint.save(state_of(episode.run), checkpoint_id=folder[0])
-    fresh = episode.run.again()
-    for now, then in zip(
-        fresh.optimizer.param_groups, episode.run.optimizer.param_groups, strict=True
-    ):
-        now.update({key: value for key, value in then.items() if key != "params"})
-    fresh.optimizer.fit_state()
-    loaded = state_of(fresh)
-    checkpoint.load(loaded, checkpoint_id=folder[0])
-    state_dict = fresh.optimizer.state_dict()
-    listed = [name for given in fresh.given for name in (one.name for one in given.params)]
-    for number, name in enumerate(listed):
-        state_dict["state"][number] = {
-            key.removeprefix(f"{name}/"): value
-            for key, value in loaded.items()
-            if key.startswith(f"{name}/")
-        }
-    fresh.optimizer.load_state_dict(state_dict)
-    distributed.barrier()
-    if episode.rank == 0:
-        shutil.rmtree(folder[0])
-    episode.replace_run(fresh)
-    return None
 
 
 @event

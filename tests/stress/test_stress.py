@@ -10,8 +10,7 @@ import torch
 
 from . import __main__ as runs
 from . import _cases, _episode, _events, _meshes, _together
-from ._arguments import Call
-from ._calls import CALLS, Package
+from ._calls import CALLS, Call, Package
 from ._problem import DifferenceError
 
 QUICK = [name for name in CALLS if not name.startswith("integrations.")]
