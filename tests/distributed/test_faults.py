@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ._cases import bits, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks, same_everywhere
-from .test_graphs import Captured
+from .test_graphs import captured
 from .test_sharing import (
     assert_as_alone,
     give,
@@ -97,7 +97,7 @@ def test_an_interrupt_beside_the_gathers(opt: Any, replayed) -> Any:
     groups = [{**group, "lr": 0.1, "none_grad": False} for group in groups]
     optimizer = opt.MuonAdamW(groups, process_group=distributed.group.WORLD)
     give(params, gradients(params, 0))
-    with Captured(opt) as counted, pytest.MonkeyPatch.context() as patch:
+    with captured(opt) as counted, pytest.MonkeyPatch.context() as patch:
         for _ in range(12 if replayed else 1):
             optimizer.step()
         assert bool(counted["replayed"]) == replayed

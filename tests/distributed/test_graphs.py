@@ -11,8 +11,9 @@ import gc
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,47 +47,38 @@ class Again:
             self.body()
 
 
-class Captured:
+@contextlib.contextmanager
+def captured(opt: Any, before: Callable[[], None] = lambda: None) -> Iterator[Counter[str]]:
     """Captures stages on any device, and counts captures and replays.
 
     `before` is called in every capture, ahead of the stage.
     """
+    module, counted = module_of(opt, "optimizers.sharded.cuda_graphs"), Counter()
+    original = module.capturer
 
-    def __init__(self, opt: Any, before: Callable[[], None] = lambda: None) -> None:
-        self.before = before
-        self.module = module_of(opt, "optimizers.sharded.cuda_graphs")
-        self.counted: Counter[str] = Counter()
-
-    def __enter__(self) -> Counter[str]:
-        self.original = self.module.capturer
-        self.module.capturer = self._capturer
-        return self.counted
-
-    def __exit__(self, *error: object) -> None:
-        self.module.capturer = self.original
-
-    def _capturer(self, where: torch.device, room: int):
-        real = self.original(where, room)
-        self.counted["room"] = max(room, self.counted["room"])  # of one pool or the other
+    def capturer(where: torch.device, room: int):
+        real = original(where, room)
+        counted["room"] = max(room, counted["room"])  # of one pool or the other
 
         def capture(body):
-            self.counted["captured"] += 1
-            if real is None:
-                self.before()
-                return Again(body, self.counted)
-
             def stage() -> None:
-                self.before()
+                before()
                 body()
 
-            graph = real(stage)
-            return Again(graph.replay, self.counted)
+            counted["captured"] += 1
+            if real is not None:
+                return Again(real(stage).replay, counted)
+            before()
+            return Again(body, counted)
 
         return capture
 
+    with mock.patch.object(module, "capturer", capturer):
+        yield counted
+
 
 def random_cases(opt: Any, cases: list[Case], offload: bool) -> tuple[int, int]:
-    with Captured(opt) as counted:
+    with captured(opt) as counted:
         compared = compare(opt, cases, offload)
     return compared, counted["replayed"]
 
@@ -109,7 +101,7 @@ def test_state_in_host_memory_is_not_replayed(ranks, device) -> None:
 
 
 def unreduced_cases(opt: Any, limit: int) -> int:
-    with Captured(opt) as counted:
+    with captured(opt) as counted:
         equals_one_rank(opt, "sum", limit)
     return counted["replayed"]
 
@@ -214,7 +206,7 @@ def told(
     before: Callable[[], None] = lambda: None,
     inferring: bool = False,
 ) -> Counter[str]:
-    with Captured(opt, before) as counted:
+    with captured(opt, before) as counted:
         story = Story(opt, form, wire, together=True, inferring=inferring)
         found = story.run()
         counted["raised"] = sum("could not be captured" in one for one in story.raised)
@@ -384,7 +376,7 @@ def test_graphs_can_be_turned_off(opt: Any) -> None:
         none_grad=False,
         distributed=opt.DistributedConfig(cuda_graphs=False),
     )
-    with Captured(opt) as counted:
+    with captured(opt) as counted:
         for _ in range(4):
             for param in params:
                 param.grad = torch.ones_like(param) if param.grad is None else param.grad

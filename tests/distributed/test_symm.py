@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from ._arenas import Direct, Staged
 from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
-from .test_graphs import Captured
+from .test_graphs import captured
 from .test_in_backward import trained
 from .test_low_contention import collectives
 from .test_sharing import local, message_of, module_of
@@ -152,7 +152,7 @@ def steady(opt: Any, text: str, wire: torch.dtype, steps: int) -> dict[str, Any]
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor.clone(), mesh, [placement(text)], src_data_rank=None)
 
-    with Staged(opt), Captured(opt) as counted, Direct(opt, kept=_KEPT) as direct:
+    with Staged(opt), captured(opt) as counted, Direct(opt, kept=_KEPT) as direct:
         together = train(spread)
     rows = train.rows
     for index, (one, other) in enumerate(zip(together, train(torch.clone), strict=True)):
@@ -494,14 +494,7 @@ def test_no_memory_and_two_plans_are_refused_by_all(gpu_ranks) -> None:
 
 
 def left_out(opt: Any) -> tuple[str, float]:
-    arena = module_of(opt, "distributed.symmetric.arena")
-    symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
-    place = torch.device("cuda", torch.cuda.current_device())
-    mine = symmetric.allocate(arena.arena_bytes(2, 2, 64), place)
-    distributed.barrier()
-    buffers, keep = symmetric.mapped(mine, distributed.group.WORLD)
-    made = arena.Arena(distributed.get_rank(), buffers, 2, 64, 1000, keep)
-    assert made.handshake(arena.digest("plan")) is None
+    made = arena_of(opt, 2, 64, 1000)
     start = time.monotonic()
     if distributed.get_rank() == 0:
         inbox = made.slot(0, 0)

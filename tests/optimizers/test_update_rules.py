@@ -194,34 +194,25 @@ class NanochatMuonAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, prefactor: float = 1.01) -> None:
         super().__init__(groups, {})
         self.prefactor = prefactor
+        self.adamw = torch.optim.AdamW(g for g in self.param_groups if g["kind"] == "adamw")
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                grad = param.grad.clone()
                 if distributed.is_available() and distributed.is_initialized():
-                    distributed.all_reduce(grad)
-                    grad /= distributed.get_world_size()
-                step = self._muon if group["kind"] == "muon" else self._adamw
-                step(param, grad, self.state[param], group)
+                    distributed.all_reduce(param.grad)
+                    param.grad /= distributed.get_world_size()
+                if group["kind"] == "muon":
+                    self._muon(param, self.state[param], group)
+        self.adamw.step()
 
-    def _muon(self, param: Tensor, grad: Tensor, state: dict, group: dict[str, Any]) -> None:
+    def _muon(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         iteration = {"rows": [*COEFFICIENTS], "prefactor": self.prefactor}
         rule = state.setdefault("rule", PlainMuon(param, 0.0, **iteration, **JULY, **NANOCHAT))
         rule.lr, rule.momentum = group["lr"], group["momentum"]
         rule.beta2, rule.weight_decay = group["beta2"], group["weight_decay"]
-        rule.step(None, grad)
-
-    def _adamw(self, param: Tensor, grad: Tensor, state: dict, group: dict[str, Any]) -> None:
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        state["step"] = state.get("step", 0) + 1
-        param.mul_(1 - lr * group["weight_decay"])
-        one = state.setdefault("exp_avg", torch.zeros_like(param)).lerp_(grad, 1 - beta1)
-        two = state.setdefault("exp_avg_sq", torch.zeros_like(param))
-        two.lerp_(grad.square(), 1 - beta2)
-        denominator = (two / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
-        param.sub_(lr / (1 - beta1 ** state["step"]) * one / denominator)
+        rule.step(None, param.grad)
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
