@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from ._cases import bits, mesh_of, placement
-from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks, same_everywhere
+from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
 from .test_sharing import (
     assert_as_alone,
@@ -234,8 +234,13 @@ def test_the_others_end_with_an_error_in_time(doomed, held, how) -> None:
         assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
 
 
-def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
-    """All ranks fail behind the same exchange, load, and go on in the same processes."""
+@pytest.mark.parametrize(("held", "world"), [(held, of[0]) for held, of in HELD.items()])
+@on_ranks()
+def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(opt, held, world) -> Any:
+    """All fail behind the same exchange, load, and go on in the same processes.
+
+    Messages that were on their way, and memory of the step, are no matter afterwards.
+    """
     optimizer, params = build(opt, held)
     give_step(params, held, 0)
     optimizer.step()
@@ -266,14 +271,8 @@ def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
         optimizer.step()
     for param, expected in zip(params, alone(opt, 3), strict=True):
         assert bits(local(param.detach())) == bits(held_like(param, expected.detach()))
-    return message
-
-
-@pytest.mark.parametrize("held", HELD)
-def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(ranks, held) -> None:
-    """Messages that were on their way, and memory of the step, are no matter afterwards."""
-    message = same_everywhere(ranks(HELD[held][0]).run(fail_everywhere_and_go_on, held))
     assert "an earlier step failed midway" in message
+    return message
 
 
 CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}

@@ -150,37 +150,6 @@ class Failing(SharedMemory):
         return buffers, keep
 
 
-def asked(opt: Any, at: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What a step says and does if p2p cannot be had."""
-    transport = module_of(opt, "distributed.transport").GroupTransport
-    policy = module_of(opt, "distributed.policy")
-    params = on_all("S0")
-    policy._say_once.cache_clear()
-    Failing.at = at
-    with pytest.MonkeyPatch.context() as patch, messages_of(policy.logger) as lines:
-        if at:
-            patch.setattr(transport, "memory", Failing)
-        config = opt.DistributedConfig(**{"transport": "p2p", "timeout_ms": 500, **options})
-        optimizer = opt.Muon(params, distributed=config)
-        give(params, gradients(params, 0))
-        raised = ""
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            raised = f"{type(error).__name__}: {error}"
-            assert optimizer.comm_report()
-            config = dataclasses.replace(config, strict=False)
-            optimizer = opt.Muon(params, distributed=config)
-            optimizer.step()
-        second = opt.Muon(on_all("S0"), distributed=dataclasses.replace(config, strict=False))
-        give(second.param_groups[0]["params"], gradients(params, 0))
-        second.step()
-        assert_as_alone(opt, params, 1)
-    reasons = {row["reason"] for row in optimizer.comm_report()}
-    transports = {row["transport"] for row in optimizer.comm_report()}
-    return {"raised": raised, "lines": lines, "reasons": reasons, "transports": transports}
-
-
 NOT_THERE = {
     "no CUDA peers": ("", {}),
     "no room": ("allocate", {}),
@@ -209,18 +178,46 @@ SAID = {
 @pytest.mark.dist
 @pytest.mark.parametrize("what", NOT_THERE)
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_cannot_be_had_is_said_once_or_raises(ranks, what, strict) -> None:
+@on_ranks(2)
+def test_what_cannot_be_had_is_said_once_or_raises(opt, what, strict) -> Any:
     """On all ranks alike, before anything is written; the step has the bits of one rank."""
     at, options = NOT_THERE[what]
-    found = same_everywhere(ranks(2).run(asked, at, {**options, "strict": strict}))
-    assert found["transports"] == {"gloo"}
-    (reason,) = found["reasons"]
+    options = {**options, "strict": strict}
+    transport = module_of(opt, "distributed.transport").GroupTransport
+    policy = module_of(opt, "distributed.policy")
+    params = on_all("S0")
+    policy._say_once.cache_clear()
+    Failing.at = at
+    with pytest.MonkeyPatch.context() as patch, messages_of(policy.logger) as lines:
+        if at:
+            patch.setattr(transport, "memory", Failing)
+        config = opt.DistributedConfig(**{"transport": "p2p", "timeout_ms": 500, **options})
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        raised = ""
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raised = f"{type(error).__name__}: {error}"
+            assert optimizer.comm_report()
+            config = dataclasses.replace(config, strict=False)
+            optimizer = opt.Muon(params, distributed=config)
+            optimizer.step()
+        second = opt.Muon(on_all("S0"), distributed=dataclasses.replace(config, strict=False))
+        give(second.param_groups[0]["params"], gradients(params, 0))
+        second.step()
+        assert_as_alone(opt, params, 1)
+    reasons = {row["reason"] for row in optimizer.comm_report()}
+    transports = {row["transport"] for row in optimizer.comm_report()}
+    assert transports == {"gloo"}
+    (reason,) = reasons
     assert SAID[what] in reason
-    (line,) = found["lines"]  # of two optimizers
+    (line,) = lines  # of two optimizers
     assert reason in line and "strict=True raises" in line
     name = options.get("transport", "p2p")
     expected = f"CommUnavailable: transport={name!r} cannot be taken: {reason}" if strict else ""
-    assert found["raised"] == expected
+    assert raised == expected
+    return lines
 
 
 @pytest.mark.dist

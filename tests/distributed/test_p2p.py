@@ -42,19 +42,16 @@ from .test_unreduced import equals_one_rank
 pytestmark = pytest.mark.dist
 
 
-def compare_direct(opt: Any, cases: list[Case]) -> tuple[int, int]:
+@on_ranks()
+def test_many_ranks_equal_one(opt, world, device) -> None:
+    generator = random.Random(200 + world)
+    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 2)]
     with Direct(opt) as counted:
         compared = compare(opt, cases)
     assert not counted["without"]
-    return compared, counted["p2p"]
-
-
-def test_many_ranks_equal_one(ranks, world, device) -> None:
-    generator = random.Random(200 + world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 2)]
-    for compared, exchanges in ranks(world).run(compare_direct, cases):
-        assert compared > 4 * len(cases)
-        assert exchanges > 2 * len(cases) or world == 1
+    exchanges = counted["p2p"]
+    assert compared > 4 * len(cases)
+    assert exchanges > 2 * len(cases) or world == 1
 
 
 @pytest.mark.parametrize("limit", [2**28, 20000])

@@ -61,7 +61,9 @@ def test_a_part_of_the_state_is_not_saved_as_the_whole(opt: Any, held, saver, tm
     return message
 
 
-def save_replicas(opt: Any, folder: Path) -> None:
+@on_ranks(2)
+def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(opt, tmp_path) -> None:
+    folder = tmp_path / "saved"
     optimizer, params = sharing(opt, "replicated")
     give(params, gradients(params, 0))
     optimizer.step()
@@ -76,10 +78,6 @@ def save_replicas(opt: Any, folder: Path) -> None:
     give(sharded, gradients(params, 1))
     other.step()
     assert_as_alone(opt, sharded, 2)
-
-
-def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(ranks, tmp_path) -> None:
-    ranks(2).run(save_replicas, tmp_path / "saved")
 
 
 class OnItsWay:
@@ -98,7 +96,9 @@ def answers_that_come_later(opt: Any, patch: Any) -> None:
     patch.setattr(module, "_comparison", comparison)
 
 
-def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_hears_the_last_answer(opt, tmp_path) -> Any:
+    """Right after a step that one rank took without a gradient, on any device."""
     optimizer, params = sharing(opt, "replicated")
     saved = optimizer.state_dict()
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
         if distributed.get_rank() == 1:
             params[2].grad = None
         optimizer.step()
-        path = folder / str(distributed.get_rank())
+        path = tmp_path / str(distributed.get_rank())
         messages = [
             message_of(lambda: opt.save_optimizer(optimizer, path)),
             message_of(optimizer.state_dict),
@@ -117,15 +117,11 @@ def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
         give(params, gradients(params, 0))
         optimizer.step()
         optimizer.state_dict()
-    return messages
-
-
-def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
-    """Right after a step that one rank took without a gradient, on any device."""
-    heard, *later = same_everywhere(ranks(2).run(save_after_different_gradients, tmp_path))
+    heard, *later = messages
     assert "ranks disagree on which parameters have gradients" in heard
     assert all("an earlier step failed midway" in message for message in later)
     assert not [*tmp_path.iterdir()]
+    return messages
 
 
 @on_ranks(2)
@@ -163,10 +159,15 @@ def test_the_full_state_of_unreduced_gradients_is_that_of_owners(ranks) -> None:
     assert all(owned)
 
 
-def load_a_bad_part(opt: Any, held: str, spoilt: float | None, later: bool) -> list[str]:
-    """One rank's part of the state holds a value that no step leaves, or lacks an entry.
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("spoilt", [math.nan, -1.0, None])
+@pytest.mark.parametrize("held", ["sharded", "unreduced"])
+@on_ranks(3)
+def test_a_part_that_one_rank_refuses_to_load_stops_all(opt, held, spoilt, later) -> None:
+    """The others would go on with another state than it.
 
-    That rank loads an older state_dict then. Answers come `later` as on a GPU.
+    One rank's part holds a value that no step leaves, or lacks an entry, and that rank loads an
+    older state_dict then. Answers come `later` as on a GPU.
     """
     _, params = sharing(opt, held)
     make = opt.MuonAdamW if held == "sharded" else opt.DistMuonAdamW
@@ -200,21 +201,12 @@ def load_a_bad_part(opt: Any, held: str, spoilt: float | None, later: bool) -> l
         optimizer.load_state_dict(good)
         step(1)
         step(0)
-    return messages
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-@pytest.mark.parametrize("spoilt", [math.nan, -1.0, None])
-@pytest.mark.parametrize("held", ["sharded", "unreduced"])
-def test_a_part_that_one_rank_refuses_to_load_stops_all(ranks, held, spoilt, later) -> None:
-    """The others would go on with another state than it."""
     expected = "has no exp_avg" if spoilt is None else f"the loaded exp_avg_sq holds {spoilt}"
-    for rank, found in enumerate(ranks(3).run(load_a_bad_part, held, spoilt, later)):
-        first, load, *stopped, third, fourth = found
-        assert expected in load if rank == 1 else load == "none"
-        assert first == third == fourth == "none"
-        said = f"state_dicts were refused since the last step (here {int(rank == 1)}). Give"
-        assert len(stopped) == 2 and all(said in message for message in stopped), stopped
+    first, load, *stopped, third, fourth = messages
+    assert expected in load if rank == 1 else load == "none"
+    assert first == third == fourth == "none"
+    said = f"state_dicts were refused since the last step (here {int(rank == 1)}). Give"
+    assert len(stopped) == 2 and all(said in message for message in stopped), stopped
 
 
 @on_ranks(2)

@@ -163,9 +163,11 @@ def test_rows_in_bands_change_no_bit_and_bound_the_messages(opt, wire) -> Any:
     return chunks
 
 
-def own_parts(opt) -> tuple[int, int, int]:
-    """Bytes that a rank sends in a step, exchanges, and copies of what travels."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(opt, world) -> None:
+    """Messages to oneself double the traffic of two ranks; rows take a view per matrix and band."""
+    rank = distributed.get_rank()
     params = [nn.Parameter(torch.ones(16, 8, device=device())) for _ in range(4 * world)]
     table = nn.Parameter(torch.ones(64 * world, 16, device=device()))
     listed = [{"kind": "muon", "params": params, "lr": 0.1}]
@@ -186,16 +188,8 @@ def own_parts(opt) -> tuple[int, int, int]:
 
     with mock.patch.object(bands, "_banded", banded), watched(opt) as watch:
         optimizer.step()
-    return watch.sent, len(cut), sum(cut)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(ranks, world) -> None:
-    """Messages to oneself double the traffic of two ranks; rows take a view per matrix and band."""
-    others = world - 1
-    for sent, bands, of_rows in ranks(world).run(own_parts):
-        assert sent == 2 * others * 4 * (4 * 16 * 8 + 64 * 16)
-        assert (bands, of_rows) == (2, 0)
+    assert watch.sent == 2 * (world - 1) * 4 * (4 * 16 * 8 + 64 * 16)
+    assert (len(cut), sum(cut)) == (2, 0)
 
 
 @on_ranks(3)
@@ -420,8 +414,11 @@ def steady(opt, **config: Any) -> tuple[Any, list[nn.Parameter]]:
     return opt.DistMuonAdamW([muon, others], distributed=config), params
 
 
-def memory_between(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
-    """Bytes of messages, of all blocks, and of the two pools that are asked for."""
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+@on_ranks(2)
+def test_messages_are_bounded(opt, wire) -> None:
+    """Also those of new rows, which come back in float32 where contributions go in float16."""
+    travels = wire or torch.float32
     optimizer, params = steady(opt, in_flight_bytes=LIMIT, wire_dtype=wire)
     for step in range(2):
         for index, param in enumerate(params):
@@ -433,21 +430,14 @@ def memory_between(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
     messages = sum(block.numel() for block in blocks["message", where])
     names = module_of(opt, "optimizers.sharded.cuda_graphs")
     here, beside = (shared.graphs._room[where, pool] for pool in (names.HERE, names.BESIDE))
-    return messages, shared.staging.held(where), here, beside
-
-
-@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
-def test_messages_are_bounded(ranks, wire) -> None:
-    """Also those of new rows, which come back in float32 where contributions go in float16."""
-    travels = wire or torch.float32
-    for messages, blocks, here, beside in ranks(2).run(memory_between, wire):
-        assert 0 < messages <= LIMIT
-        largest = max(6 // 2 * 16 * 8, 24 * 16)  # elements that an owner orthogonalizes at once
-        # directions of two batches, and updates of those that are computed or on their way
-        assert blocks <= LIMIT + largest * (2 * 4 + 3 * travels.itemsize)
-        # contributions of a sixth of all messages, in float32, if they travel in float16
-        assert 0 < here <= 2 * LIMIT // 6 if wire else here == 0
-        assert beside == 13 * largest
+    blocks = shared.staging.held(where)
+    assert 0 < messages <= LIMIT
+    largest = max(6 // 2 * 16 * 8, 24 * 16)  # elements that an owner orthogonalizes at once
+    # directions of two batches, and updates of those that are computed or on their way
+    assert blocks <= LIMIT + largest * (2 * 4 + 3 * travels.itemsize)
+    # contributions of a sixth of all messages, in float32, if they travel in float16
+    assert 0 < here <= 2 * LIMIT // 6 if wire else here == 0
+    assert beside == 13 * largest
 
 
 @on_ranks(2)
