@@ -68,7 +68,6 @@ class Together(Pair):
         self.twin = Run(opt, front, list(given), {}).make(values, options)
         self.run = Run(opt, front, list(given), arguments).make(placed, options)
         self.happened = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
-        self.grads: dict[str, Tensor | None] = {}
 
     def placed(self, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a tensor."""
