@@ -271,6 +271,8 @@ TAKEN = {
             optimizer.zero_grad()
     """,
     "Motif's argument": "opt.Muon([('w', w)], use_distributed_muon=False)",
+    "Motif's call": "opt.Muon(opt.muon.get_default_muon_param_groups(torch.nn.Linear(8, 8)), "
+    "lr=1e-3, momentum=0.9, weight_decay=1e-4)",
     "a scheduler's rate": 'opt.MuonAdamW([{"kind": "muon", "params": [w], "lr": 0.02}])'
     '.defaults["lr"]',
     "a device that is not there": 'assert "is not there" in opt.explain("expert_sort", device=99)',

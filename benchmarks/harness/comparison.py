@@ -135,10 +135,11 @@ def _trainings(results: Results) -> str | None:
         times = f"{row['wall_ms']:.3g} | {row['optimizer_ms']:.3g}"
         lines.append(f"| {name} | {times} | {row['loss_mean']:.3f} |")
     first = rows[0]
+    nanochat = any(row["case"].endswith("/nanochat") for row in rows)
+    whose = "nanochat's and `MuonAdamW` have" if nanochat else "`MuonAdamW` has"
     text = (
         f"After {first['steps']} steps, each optimizer at the best of {len(first['sweep'])} rates. "
-        "nanochat's and `MuonAdamW` have nanochat's groups and rates, the others one rate for all "
-        "parameters."
+        f"{whose} nanochat's groups and rates, the others one rate for all parameters."
     )
     return "\n".join([*lines, "", text])
 

@@ -229,6 +229,8 @@ def test_keller_jordans_groups(opt) -> None:
         {"params": params[2:], "lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
         {"params": params[:2], "lr": 0.05, "momentum": 0.9, "use_muon": True},
     ]
+    for group in groups:
+        group["weight_decay"] = 0.01
     with pytest.raises(ValueError, match=r"'betas', which is adamw_betas here.*'keller_jordan'"):
         opt.Muon(groups)
     optimizer = opt.Muon(
@@ -240,8 +242,8 @@ def test_keller_jordans_groups(opt) -> None:
         adamw_eps=1e-10,
         lr=0.02,
     )
-    rule = {"lr": 0.05, "weight_decay": 0.0, "momentum": 0.9, **EMA}
-    adamw = {"lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    rule = {"lr": 0.05, "weight_decay": 0.01, "momentum": 0.9, **EMA}
+    adamw = {"lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01}
     assert_three_steps(opt, optimizer, params, rule, **adamw)
 
 
