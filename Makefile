@@ -117,10 +117,12 @@ test-symm:  ## messages and products through symmetric memory: 2 and 4 processes
 	$(SYMM_ENV) OMP_NUM_THREADS=1 OUT="$(OUT)" python3 -m pytest -q -rA --device cuda $(ARGS) $(SYMM_SUITE)
 
 soak: $(READY)  ## random events happen to optimizers for STEPS=10000 steps, a tenth of them on four ranks
-	OMP_NUM_THREADS=1 $(PY) -m tests.stress soak --seed $(SEED) --steps $(STEPS) --out soak.json $(ARGS)
+	STEPS_ALONE=$$(($(STEPS) * 9 / 10)) STEPS_TOGETHER=$$(($(STEPS) / 10)) SEED=$(SEED) OMP_NUM_THREADS=1 \
+	    $(PY) -m pytest -q -n 1 --timeout 400 --timeout-method thread $(ARGS) tests/stress/soak.py
 
 fuzz: $(READY)  ## CALLS=10000 random calls of every public function, plans on MESHES=1000 random meshes
-	OMP_NUM_THREADS=1 $(PY) -m tests.stress fuzz --seed $(SEED) --calls $(CALLS) --meshes $(MESHES) --out fuzz.json $(ARGS)
+	CALLS=$(CALLS) MESHES=$(MESHES) SEED=$(SEED) OMP_NUM_THREADS=1 \
+	    $(PY) -m pytest -q -n 1 --timeout 20 --timeout-method thread -o timeout_func_only=true $(ARGS) tests/stress/fuzz.py
 
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py

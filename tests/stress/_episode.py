@@ -191,9 +191,6 @@ class Episode(Pair):
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def count(self, what: str) -> None:
-        self.counts[what] += 1
-
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
@@ -235,12 +232,10 @@ class Episode(Pair):
         if self.generator.random() < EVENT_RATE:
             name = _events.draw(self.generator)
             self.happened.append(name)
-            self.count(name)
             _events.EVENTS[name](self)
             assert_same(self.run, self.twin, f"after {name}")
         surroundings = self.generator.choice([*SURROUNDINGS])
         self.happened.append(f"step ({surroundings})")
-        self.count(f"step, {surroundings}")
         with SURROUNDINGS[surroundings]():
             self.step(f"step, {surroundings}")
         for scheduler in self.schedulers:
@@ -363,10 +358,9 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
-    """One episode: what happened how often, and what went wrong."""
+def play(opt: Any, seed: int, steps: int) -> None:
     episode = Episode(opt, seed)
     try:
-        return episode.play(steps)
+        episode.play(steps)
     finally:
         episode.close()

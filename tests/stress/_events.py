@@ -247,7 +247,6 @@ def step_is_interrupted(episode: Episode) -> None:
         else:
             episode.run.restore(before)
             return
-    episode.count(f"step_is_interrupted in {stage}")
     if _locked(episode.run.optimizer):
         _assert_locked(episode, f"{error.__name__} in {stage}")
         episode.run.load_from(episode.twin)

@@ -7,7 +7,6 @@ what every owner puts together must be the matrix, and what every rank hears its
 import itertools
 import math
 import random
-import traceback
 from collections import Counter
 from typing import Any
 
@@ -21,19 +20,14 @@ MOST_RANKS = 64
 WIRE = torch.float32
 
 
-def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    findings = []
-    for number in numbers:
-        problem = Problem(Package(opt, None), random.Random(number))
-        try:
-            counts += problem.check()
-        except DifferenceError as error:
-            findings.append(("difference", number, str(error), problem.words()))
-        except Exception:
-            findings.append(("difference", number, traceback.format_exc(limit=-6), problem.words()))
-        counts["meshes"] += 1
-    return {"counts": dict(counts), "findings": findings}
+def play(package: Package, number: int) -> int:
+    """How many chunks the ranks of that mesh exchanged; an error tells the problem."""
+    problem = Problem(package, random.Random(number))
+    try:
+        return problem.check()
+    except Exception as error:
+        error.add_note("\n".join(problem.words()))
+        raise
 
 
 class Problem:
@@ -96,21 +90,18 @@ class Problem:
         splits = tuple(self.distributed.Split(*split) for split in param["splits"])
         return self.distributed.Layout(param["shape"], self.mesh, splits)
 
-    def check(self) -> Counter[str]:
+    def check(self) -> int:
         layouts = [self.layout(param) for param in self.params]
         wholes = [torch.randn(layout.shape) for layout in layouts]
         params = [nn.Parameter(torch.zeros(layout.shape)) for layout in layouts]
         plans = [self._plan(rank, params, layouts) for rank in range(self.ranks)]
         self._check_plans(plans, params)
-        counts: Counter[str] = Counter()
-        for chunks in zip(*(self._in_order(plan) for plan in plans), strict=True):
+        exchanged = [*zip(*(self._in_order(plan) for plan in plans), strict=True)]
+        for chunks in exchanged:
             self._carry(chunks, params, layouts, wholes)
-            counts["meshes: chunks carried"] += 1
-        for param, layout, whole in zip(params, layouts, wholes, strict=True):
-            self._carry_contributions(param, layout, whole)
-            counts["meshes: parameters reduced"] += 1
-        counts["meshes: ranks"] += self.ranks
-        return counts
+        for layout, whole in zip(layouts, wholes, strict=True):
+            self._carry_contributions(layout, whole)
+        return len(exchanged)
 
     def _options(self, number: int) -> Any:
         """The options of the group; of every parameter the same but for how it is cut."""
@@ -247,7 +238,7 @@ class Problem:
                 if self.beta2 is not None and (rank in member.keepers) != (job in extras):
                     raise DifferenceError(f"rank {rank}: statistics of job {job} do not arrive")
 
-    def _carry_contributions(self, param: nn.Parameter, layout: Any, whole: Tensor) -> None:
+    def _carry_contributions(self, layout: Any, whole: Tensor) -> None:
         """Replicated gradients that are not reduced: the owner adds up one part of every rank."""
         distributed = self.distributed
         plain = distributed.Layout(

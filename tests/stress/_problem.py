@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -290,7 +288,6 @@ class Pair:
     twin: Run
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
         self.happened: list[str] = []
         self.schedulers: list[Any] = []
 
@@ -332,20 +329,14 @@ class Pair:
     def tick(self) -> None:
         raise NotImplementedError
 
-    def play(self, steps: int) -> dict[str, Any]:
-        """What happened how often in so many steps, and what went wrong."""
-        done, difference = 0, None
+    def play(self, steps: int) -> None:
+        """So many steps; an error tells what happened before it."""
         try:
             for _ in range(steps):
                 self.tick()
-                done += 1
-        except DifferenceError as error:
-            difference = str(error)
-        except Exception:
-            difference = f"undocumented {traceback.format_exc(limit=-12)}"
-        last = self.happened[:1] + self.happened[1:][-7:] if difference else []
-        counts = dict(self.counts)
-        return {"steps": done, "counts": counts, "difference": difference, "happened": last}
+        except Exception as error:
+            error.add_note(f"after {', '.join(self.happened[:1] + self.happened[1:][-7:])}")
+            raise
 
 
 @dataclass(frozen=True)
