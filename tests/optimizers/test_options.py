@@ -164,13 +164,13 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
     ("field", "value", "error", "message"),
     [
         ("prefetch", 0, ValueError, " must be at least 1, got 0"),
-        ("prefetch", 1.5, TypeError, " must be an integer, at least 1, got 1.5"),
+        ("prefetch", 1.5, TypeError, " must be an integer, got 1.5"),
         ("chunk_size", 0, ValueError, " must be at least 1, or -1 .*, got 0"),
         ("chunk_size", -2, ValueError, " must be at least 1, or -1 .*, got -2"),
-        ("chunk_size", True, TypeError, " must be an integer, at least 1, .* got True"),
+        ("chunk_size", True, TypeError, " must be an integer, or -1 .*, got True"),
         ("in_flight_bytes", 0, ValueError, " must be at least 1, got 0"),
         ("cuda_graphs", 1, TypeError, " must be True or False, got 1"),
-        ("wire_dtype", torch.bfloat16, ValueError, " must be None, torch"),
+        ("wire_dtype", torch.bfloat16, ValueError, " must be one of None, torch"),
         ("timeout", 0, ValueError, " must be above 0 and below 86400 seconds, got 0"),
         ("timeout", float("nan"), ValueError, " must be above 0"),
         ("timeout", "30", TypeError, " must be a number of seconds, got '30'"),
@@ -196,17 +196,11 @@ def test_a_distributed_config_is_checked_when_it_is_made(opt, field, value, erro
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
-def test_keywords_that_are_fields_now_name_them(opt, name) -> None:
+def test_a_distributed_config_is_the_only_way_to_its_fields(opt, name) -> None:
     group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
-    moved = {name: name for name in ("wire_dtype", "in_flight_bytes", "cuda_graphs")}
-    if name != "Muon":
-        moved |= {"warmup_step": "prefetch", "chunk_size": "chunk_size"}
-    for option, field in moved.items():
-        message = rf"{option} is no keyword .*distributed=DistributedConfig\({field}="
-        with pytest.raises(TypeError, match=message):
+    for option in ("wire_dtype", "lrr"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
             getattr(opt, name)([group], **{option: 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lrr'"):
-        getattr(opt, name)([group], lrr=1)
     with pytest.raises(TypeError, match="distributed must be a DistributedConfig or None, got 1"):
         getattr(opt, name)([group], distributed=1)
 

@@ -98,8 +98,6 @@ class Muon(MuonBase):
         warmup_step, chunk_size: `prefetch` and `chunk_size` of `distributed`, as Motif's optimizer
             names them; None for the defaults. Refused beside `distributed`.
         use_distributed_muon: Motif's; False is taken, True refused.
-        removed: keywords that are fields of `DistributedConfig` now, or another optimizer's;
-            refused with what replaces them.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -149,7 +147,6 @@ class Muon(MuonBase):
         warmup_step: int | None = None,
         chunk_size: int | None = None,
         use_distributed_muon: bool = False,
-        **removed: Any,
     ) -> None:
         given = locals()
         defaults = {option: given[option] for option in (*option_names(MuonOptions), *_OF_ADAMW)}
@@ -158,7 +155,7 @@ class Muon(MuonBase):
                 "use_distributed_muon=True is Motif's, for tests; leave it out: ranks share the "
                 "work of DTensors and of a process_group without it"
             )
-        config = config_of(distributed, removed, warmup_step=warmup_step, chunk_size=chunk_size)
+        config = config_of(distributed, warmup_step=warmup_step, chunk_size=chunk_size)
         super().__init__(
             _as_groups(params),
             defaults,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 
-from .groups.options import POLAR_EXPRESS, check_choice
+from .groups.options import MuonOptions, check_choice, option_names
 from .groups.param_groups import Format, refuses_foreign_arguments
+from .muon import Muon
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
 from .sharded.shared_plan import Ranks
@@ -17,35 +19,18 @@ GRADIENTS = ("reduced", "unreduced")
 
 # nanochat's rule: a moving average, Nesterov, lr sqrt(max(1, rows / columns)), variance reduction,
 # cautious decay by the shaped rate. lr has no default: the two kinds need very different ones.
+_OF_MUON = {name: given.default for name, given in inspect.signature(Muon).parameters.items()}
 DEFAULTS: dict[str, Any] = {
+    option: _OF_MUON[option]
+    for option in (*option_names(MuonOptions), "adamw_betas", "adamw_eps")
+    if option != "lr"
+} | {
     "weight_decay": 0.0,
-    "rounding": "nearest",
-    "rounding_seed": 0,
-    "none_grad": False,
-    # kind "adamw"
-    "adamw_betas": (0.9, 0.95),  # `betas` and `eps` in a group: see groups.DEFAULT_KEYS
-    "adamw_eps": 1e-8,
-    # kind "muon"
-    "momentum": 0.95,
-    "nesterov": True,
     "momentum_form": "ema",
-    "momentum_dtype": None,
-    "ns_steps": 5,
-    "ns_coefficients": POLAR_EXPRESS,
-    "eps": 1e-7,
-    "row_equilibration": False,
-    "renormalize": False,
-    "method": "auto",
-    "dtype": None,
     "cautious": True,
     "shaped_decay": True,
     "adjust_lr_fn": "original",
     "beta2": 0.95,
-    "expert_keys": None,
-    "split_sizes": None,
-    "num_heads": None,
-    "transposed": False,
-    "flatten": False,
 }
 
 
@@ -82,7 +67,6 @@ class MuonAdamW(MuonBase):
         row_equilibration, renormalize: of Muon groups that have none of their own, as of `Muon`.
             nanochat's class does both since July 2026:
             `functools.partial(DistMuonAdamW, row_equilibration=True, renormalize=True)`.
-        removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -108,9 +92,8 @@ class MuonAdamW(MuonBase):
         debug: bool = False,
         row_equilibration: bool = False,
         renormalize: bool = False,
-        **removed: Any,
     ) -> None:
-        config = config_of(distributed, removed)
+        config = config_of(distributed)
         unreduced = _unreduced(gradients, process_group, reduce_op)
         group = None if gradients == "unreduced" else process_group
         ranks = Ranks(group, config, unreduced, assumed=gradients is None)

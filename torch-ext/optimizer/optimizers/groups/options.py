@@ -92,12 +92,12 @@ class MuonOptions:
         _check_scalar("lr", self.lr, where, read_lr)
         _check_fraction("momentum", self.momentum, where)
         _check_scalar("weight_decay", self.weight_decay, where, read_lr)
-        _check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
+        check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
         _check_not_negative("eps", self.eps, where)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
         for option in MUON_SWITCHES:
-            _check_switch(option, getattr(self, option), where)
+            check_switch(option, getattr(self, option), where)
         check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
         check_choice("method", self.method, METHODS, where)
         _check_rounding(self.rounding, self.rounding_seed, where)
@@ -109,7 +109,7 @@ class MuonOptions:
         if self.method == "gram_polynomial":
             _check_gram_polynomial(self.ns_steps, self.dtype, where)
         for name, value in by_name(self.num_heads):
-            _check_count(f"num_heads{name}", value, where)
+            check_count(f"num_heads{name}", value, where)
         for name, value in by_name(self.split_sizes):
             _check_sizes(f"split_sizes{name}", value, where)
         _check_expert_keys(self.expert_keys, where)
@@ -142,7 +142,7 @@ class AdamWOptions:
         _check_not_negative("eps", self.eps, where)
         _check_scalar("weight_decay", self.weight_decay, where, read_lr)
         _check_rounding(self.rounding, self.rounding_seed, where)
-        _check_switch("none_grad", self.none_grad, where)
+        check_switch("none_grad", self.none_grad, where)
 
 
 @functools.cache
@@ -281,11 +281,20 @@ def _check_fraction(option: str, value: Any, where: str) -> None:
         raise ValueError(f"{where}: {option} must lie in [0, 1), got {value!r}")
 
 
-def _check_count(option: str, value: Any, where: str, most: float = math.inf) -> None:
+def check_count(
+    option: str,
+    value: Any,
+    where: str,
+    most: float = math.inf,
+    *,
+    least: int = 1,
+    otherwise: str = "",
+) -> None:
+    """Raise if a value is no integer in its range; `otherwise` is what a message adds."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+        raise TypeError(f"{where}: {option} must be an integer{otherwise}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{where}: {option} must be at least {least}{otherwise}, got {value!r}")
     if value > most:
         raise ValueError(f"{where}: {option} must be at most {most}, got {value!r}")
 
@@ -336,7 +345,7 @@ def _check_sizes(option: str, value: Any, where: str) -> None:
     if not isinstance(value, tuple) or not value:
         raise TypeError(f"{where}: {option} must be a sequence of row counts, got {value!r}")
     for size in value:
-        _check_count(option, size, where)
+        check_count(option, size, where)
 
 
 def _check_expert_keys(value: Any, where: str) -> None:
@@ -349,7 +358,8 @@ def _check_expert_keys(value: Any, where: str) -> None:
         )
 
 
-def _check_switch(option: str, value: Any, where: str) -> None:
+def check_switch(option: str, value: Any, where: str) -> None:
+    """Raise TypeError if the value is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{where}: {option} must be True or False, got {value!r}")
 
@@ -480,14 +490,14 @@ def _check_numbers(config: ClipConfig) -> None:
     _check_number("threshold", threshold, "clip_config")
     if not 0 < as_float(threshold) < math.inf:
         raise ValueError(f"clip_config: threshold must be finite and above 0, got {threshold!r}")
-    _check_switch("is_mla", config.is_mla, "clip_config")
+    check_switch("is_mla", config.is_mla, "clip_config")
     for key in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         value = getattr(config, key)
         if value is None and key != "head_dim":
             if config.is_mla:
                 raise ValueError(f"clip_config: {key} must be given with is_mla=True")
             continue
-        _check_count(key, value, "clip_config")
+        check_count(key, value, "clip_config")
 
 
 def _check_indices(config: ClipConfig) -> None:

@@ -9,17 +9,17 @@ stream, and the next one to take it goes on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...distributed import TRANSPORTS, Lease, TransportOptions, in_flight
-from ..groups.options import plain_number
+from ..groups.options import check_choice, check_count, check_switch, plain_number
 
 Kind = tuple[str, torch.device]
 
@@ -117,6 +117,16 @@ IN_FLIGHT_BYTES = 256 * 2**20
 ANY_SIZE = -1
 LONGEST_TIMEOUT = 86400  # of a day a store still keeps count
 WIRE_DTYPES = (None, torch.float32, torch.float16)
+# Field -> least, most, and what else is valid, with its meaning.
+_COUNTS: dict[str, tuple[int, float, tuple[int | None, str] | None]] = {
+    "prefetch": (1, math.inf, None),
+    "chunk_size": (1, math.inf, (ANY_SIZE, "for as many as bytes allow")),
+    "in_flight_bytes": (1, math.inf, None),
+    "slots": (2, math.inf, (None, "for what a step needs")),
+    "min_bytes": (0, math.inf, None),
+    "reduce_in_backward": (0, math.inf, None),
+    "timeout_ms": (1, 1000 * LONGEST_TIMEOUT, None),
+}
 
 
 @dataclass(frozen=True)
@@ -185,35 +195,24 @@ class DistributedConfig:
     reduce_in_backward: int = 0
 
     def __post_init__(self) -> None:
-        if self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"wire_dtype must be None, torch.float32 or torch.float16, got {self.wire_dtype!r}"
-            )
-        numbers = "prefetch", "chunk_size", "in_flight_bytes", "timeout", "reduce_in_backward"
-        for name in (*numbers, "slots", "min_bytes", "timeout_ms"):
+        where = type(self).__name__
+        check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES, where)
+        check_choice("transport", self.transport, TRANSPORTS, where)
+        for name in (*_COUNTS, "timeout"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
-        _check_count("prefetch", self.prefetch)
-        _check_count("in_flight_bytes", self.in_flight_bytes)
-        _check_chunk_size(self.chunk_size)
-        _check_switch("cuda_graphs", self.cuda_graphs)
+        for name, (least, most, otherwise) in _COUNTS.items():
+            value = getattr(self, name)
+            if otherwise is None or value != otherwise[0]:
+                or_else = "" if otherwise is None else f", or {otherwise[0]} {otherwise[1]}"
+                check_count(name, value, where, most, least=least, otherwise=or_else)
+        for name in ("cuda_graphs", "strict"):
+            check_switch(name, getattr(self, name), where)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
-            raise TypeError(f"timeout must be a number of seconds, got {self.timeout!r}")
+            raise TypeError(f"{where}: timeout must be a number of seconds, got {self.timeout!r}")
         if not 0 < self.timeout < LONGEST_TIMEOUT:
             raise ValueError(
-                f"timeout must be above 0 and below {LONGEST_TIMEOUT} seconds, got {self.timeout!r}"
-            )
-        if self.transport not in TRANSPORTS:
-            valid = ", ".join(map(repr, TRANSPORTS))
-            raise ValueError(f"transport must be one of {valid}, got {self.transport!r}")
-        _check_switch("strict", self.strict)
-        if self.slots is not None:
-            _check_count("slots", self.slots, ", or None for what a step needs", least=2)
-        _check_count("min_bytes", self.min_bytes, least=0)
-        _check_count("reduce_in_backward", self.reduce_in_backward, least=0)
-        _check_count("timeout_ms", self.timeout_ms)
-        if self.timeout_ms > 1000 * LONGEST_TIMEOUT:
-            raise ValueError(
-                f"timeout_ms must be at most a day, {1000 * LONGEST_TIMEOUT}, got {self.timeout_ms}"
+                f"{where}: timeout must be above 0 and below {LONGEST_TIMEOUT} seconds, got "
+                f"{self.timeout!r}"
             )
 
     @property
@@ -235,7 +234,6 @@ class DistributedConfig:
 
 def config_of(
     distributed: DistributedConfig | None,
-    removed: Mapping[str, Any],
     *,
     warmup_step: int | None = None,
     chunk_size: int | None = None,
@@ -244,48 +242,20 @@ def config_of(
 
     Args:
         distributed: as given.
-        removed: keywords that the constructor does not have, of which some are fields now.
         warmup_step: `prefetch` by the name that it has in Motif's optimizer; None where not given.
         chunk_size: the field, as a keyword; None where not given.
 
     Raises:
-        ValueError, TypeError: one is invalid, unknown, a field, or given twice.
+        ValueError, TypeError: one is invalid or given twice.
     """
-    for name in removed:
-        field = {"warmup_step": "prefetch"}.get(name, name)
-        if field not in DistributedConfig.__dataclass_fields__:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-        raise TypeError(
-            f"{name} is no keyword any more; pass distributed=DistributedConfig({field}=...)"
-        )
     if distributed is not None and not isinstance(distributed, DistributedConfig):
         raise TypeError(f"distributed must be a DistributedConfig or None, got {distributed!r}")
-    given: dict[str, Any] = {}
     if warmup_step is not None:
-        _check_count("warmup_step", plain_number(warmup_step))
-        given["prefetch"] = warmup_step
-    if chunk_size is not None:
-        _check_chunk_size(plain_number(chunk_size))
-        given["chunk_size"] = chunk_size
+        check_count("warmup_step", plain_number(warmup_step), "Muon")
+    both = {"prefetch": warmup_step, "chunk_size": chunk_size}
+    given = {name: value for name, value in both.items() if value is not None}
     if given and distributed is not None:
         raise ValueError(
             f"give {' and '.join(given)} in distributed, where the rest is, and not as a keyword"
         )
     return DistributedConfig(**given) if distributed is None else distributed
-
-
-def _check_chunk_size(value: Any) -> None:
-    if value != ANY_SIZE:
-        _check_count("chunk_size", value, ", or -1 for as many as bytes allow")
-
-
-def _check_count(name: str, value: Any, otherwise: str = "", *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, at least {least}{otherwise}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}{otherwise}, got {value!r}")
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
