@@ -24,6 +24,8 @@ _NUMBERS = itertools.count()
 class SharedMemory:
     """What `SymmetricMemory` is on a GPU: files that every rank maps."""
 
+    device_type = "cpu"
+
     @staticmethod
     def facts(device: torch.device) -> dict[str, Any]:
         pid = os.getpid()

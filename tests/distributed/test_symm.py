@@ -63,7 +63,9 @@ def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
                 with Direct(opt, kept=_KEPT) as counted:
                     direct, mesh = run_together(opt, case)
                 found["exchanges"] += counted["p2p"]
-                plain, _ = run_together(opt, case)
+                with Direct(opt, transport="nccl") as counted:
+                    plain, _ = run_together(opt, case)
+                assert not counted["p2p"], "all-to-all: took p2p"
                 found["compared"] += same_bits(direct, plain, mesh, "all-to-all")
                 if number % 4 == 0:
                     alone, _ = run_alone(opt, case)

@@ -19,12 +19,6 @@ from .unavailable import CommUnavailable
 logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "p2p", "nccl_ce", "nccl")
-# What "auto" may take beside collectives. It gets "p2p" when steps of several GPUs have shown that
-# it is right and pays there.
-TRUSTED: frozenset[str] = frozenset()
-UNPROVEN = (
-    "auto takes p2p where it has been measured, which is nowhere yet; transport='p2p' asks for it"
-)
 # Bytes per second that a GPU sends over NVLink in an all-to-all of 256 MiB (8 x H200: 304 GB/s),
 # and the share of the computation from which on transfers do not hide under it.
 LINK_RATE = 304e9

@@ -18,8 +18,6 @@ from torch import Tensor
 from .message_layout import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
 from .policy import (
-    TRUSTED,
-    UNPROVEN,
     Row,
     Sizes,
     Traffic,
@@ -29,7 +27,7 @@ from .policy import (
     why_not_auto,
 )
 from .symmetric.arena import Arena, arena_bytes, digest
-from .symmetric.memory import SymmetricMemory, why_not_shared
+from .symmetric.memory import SymmetricMemory, no_peers, why_not_shared
 from .symmetric.p2p import Lease, PeerToPeer
 
 
@@ -213,17 +211,17 @@ class GroupTransport(AllToAll):
             CommUnavailable: what was asked for cannot be had, and `options.strict` of any rank.
             RuntimeError: not `together`, and what was chosen does not serve the new plan.
         """
-        asked = options.transport
-        asks_nobody = asked == "nccl" or (asked == "auto" and "p2p" not in TRUSTED)
-        if not (together or asks_nobody):
+        asked, alone = options.transport, None
+        if asked == "nccl":
+            alone = "asked for"
+        elif asked == "auto" and traffic.device.type != self.memory.device_type:
+            alone = no_peers(traffic.device)
+        if alone is None and not together:
             return self._go_on(traffic)
         self._traffic, self._setup_ms = traffic, 0.0
         self._leave()
-        self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
-        if asked == "nccl":
-            return self._close()
-        if asks_nobody:
-            return self._collectives_because(UNPROVEN)
+        if alone is not None:  # every rank says so, without a word from the others
+            return self._collectives_because(alone)
         start = time.perf_counter()
         mine = _attempt(lambda: self._facts(traffic, asked))
         said = self._said((options.strict, options.timeout_ms, mine))
@@ -241,15 +239,17 @@ class GroupTransport(AllToAll):
                 reason = self._set_up_peers(traffic, options, facts, sizes)
         self._setup_ms = 1e3 * (time.perf_counter() - start)
         if reason is None:
-            return None
-        self._close()
+            return
+        self._collectives_because(reason)
         if asked != "auto":
             refuse(reason, options, self.collectives)
-        return self._collectives_because(reason)
 
     def _go_on(self, traffic: Traffic) -> None:
         """Send the messages of another plan as those of the one before, which had the same."""
         known, arena = self._traffic, self._arena
+        if known is not None and self._direct is None:  # on all ranks
+            self._traffic = traffic
+            return self._collectives_because(self._reasons[0])
         late = arena is not None and arena.late_rank() is not None
         if known is None or known.counts != traffic.counts or late:
             raise RuntimeError(
@@ -257,9 +257,9 @@ class GroupTransport(AllToAll):
                 "that they have: load a state_dict, construct the optimizer or change its groups "
                 "on all ranks of the group, not on one"
             )
-        if self._direct is not None:
-            pairs = zip(known.exchanges, traffic.exchanges, strict=True)
-            self._direct.follow({id(old.coming): id(new.coming) for old, new in pairs})
+        assert self._direct is not None
+        pairs = zip(known.exchanges, traffic.exchanges, strict=True)
+        self._direct.follow({id(old.coming): id(new.coming) for old, new in pairs})
         self._traffic = traffic
 
     def arena_for(
@@ -325,7 +325,9 @@ class GroupTransport(AllToAll):
         ]
 
     def _collectives_because(self, reason: str) -> None:
-        self._reasons = dict.fromkeys(self._reasons, reason)
+        assert self._traffic is not None
+        self._close()
+        self._reasons = dict.fromkeys(range(len(self._traffic.exchanges)), reason)
 
     def _facts(self, traffic: Traffic, asked: str) -> dict[str, Any]:
         """What this rank tells the others about itself."""
@@ -377,14 +379,12 @@ class GroupTransport(AllToAll):
         exchanges, rank = traffic.exchanges, self._arena.rank
         offsets = {id(exchanges[k].coming): sizes.offsets(k, rank) for k in taken}
         self._direct = PeerToPeer(self._arena, offsets)
-        self._reasons = {
-            k: ("asked for" if options.transport == "p2p" else "predicted to be faster")
-            if k in taken
-            else "below min_bytes"
-            for k in numbers
-        }
+        why = "asked for"
         if options.transport == "auto":
-            return self._slower(max(taken, key=sizes.largest))
+            is_faster, why = self._calibrated(max(taken, key=sizes.largest))
+            if not is_faster:
+                return why
+        self._reasons = {k: why if k in taken else "below min_bytes" for k in numbers}
         return None
 
     def _mismatch(self, facts: list[dict[str, Any]], sizes: Sizes) -> str | None:
@@ -419,8 +419,8 @@ class GroupTransport(AllToAll):
         seen = "handshake mismatch: look at the other ranks, or give timeout_ms more"
         return self._first(error or wrong, seen)
 
-    def _slower(self, number: int) -> str | None:
-        """Time the largest exchange both ways; rank 0's clock decides for all."""
+    def _calibrated(self, number: int) -> tuple[bool, str]:
+        """Time the largest exchange both ways: whether p2p is faster by rank 0's clock."""
         assert self._traffic is not None and self._direct is not None
         one = self._traffic.exchanges[number]
         device = self._traffic.device
@@ -441,9 +441,8 @@ class GroupTransport(AllToAll):
             best.append(min(times[1:]))
         lease.give()
         direct, collective = self._said(best)[0]
-        if direct <= collective:
-            return None
-        return f"calibration: {direct:.3g} ms by p2p, {collective:.3g} ms by {self.collectives}"
+        taken = f"{direct:.3g} ms by p2p, {collective:.3g} ms by {self.collectives}"
+        return direct <= collective, f"calibration: {taken}"
 
     def _set_up_copy_engines(
         self, traffic: Traffic, facts: list[dict[str, Any]], sizes: Sizes

@@ -24,13 +24,15 @@ Facts = Mapping[str, Any]
 class SymmetricMemory:
     """Allocates and maps it."""
 
+    device_type = "cuda"
+
     @staticmethod
     def facts(device: torch.device) -> Facts:
         """What decides whether this rank can share memory of a device with others."""
         found: dict[str, Any] = {"host": _host(), "device": None, "reached": (), "missing": ""}
         found["overlap"] = os.environ.get(OVERLAPPING) == "1"
         if device.type != "cuda":
-            return {**found, "missing": f"no CUDA peers: the parameters are on {device.type}"}
+            return {**found, "missing": no_peers(device)}
         number = torch.cuda.current_device() if device.index is None else device.index
         uuids = [_uuid(k) for k in range(torch.cuda.device_count())]
         reached = [
@@ -64,6 +66,11 @@ class SymmetricMemory:
         size = (memory.numel(),)
         buffers = [handle.get_buffer(rank, size, torch.uint8) for rank in range(handle.world_size)]
         return buffers, (handle, memory)
+
+
+def no_peers(device: torch.device) -> str:
+    """Why no rank can share memory of a device that is none of CUDA's."""
+    return f"no CUDA peers: the parameters are on {device.type}"
 
 
 def why_not_shared(facts: Sequence[Facts]) -> str | None:

@@ -159,7 +159,8 @@ class DistributedConfig:
         transport: what messages to owners and back go by. "nccl" is an all-to-all of the process
             group, whatever its backend. "p2p" writes into the memory of the receiver by copy
             engines, on GPUs of one host. "nccl_ce" is NCCL's all-to-all on copy engines. "auto"
-            takes what is known to be fastest; `comm_report()` says what that was and why.
+            takes "p2p" where it is predicted to hide under the computation and rank 0 measures it
+            to be faster, else "nccl"; `comm_report()` says what that was and why.
         strict: raise `CommUnavailable` where the transport that was asked for cannot be taken, on
             all ranks if any is strict. False: the process group's all-to-all runs, and a warning
             says so once per reason.
