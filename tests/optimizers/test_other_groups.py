@@ -1,6 +1,7 @@
 """Groups as other code makes them: without marks, with keys of its own, of other optimizers."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -79,7 +80,106 @@ def test_names_decide_by_the_default_rule(opt, said, form) -> None:
     assert muon == [n for n, p in named.items() if opt.default_is_muon(n, p)]
     assert {"embed_tokens.weight", "lm_head.weight"} <= set(optimizer.parameter_names(1))
     saved = optimizer.state_dict()["param_groups"]
-    assert saved[0].get("param_names") == (muon if form == "param_names" else None)
+    assert saved[0].get("param_names") == (None if form == "names" else muon)
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
+def test_param_names_are_those_that_torch_keeps(opt, name) -> None:
+    """Of pairs, in groups, copies and state; loaded ones replace them, and none leaves them."""
+    named = dict(zip(("a.weight", "a.bias"), parameters([(4, 3), (4,)]), strict=True))
+    of_torch = torch.optim.AdamW(named.items())
+    assert of_torch.param_groups[0]["param_names"] == ["a.weight", "a.bias"]
+    expected = [["a.weight"], ["a.bias"]]
+    kwargs = {"lr": 1e-3} if name == "Muon" else {"lr": 1e-3, "adamw_lr": 1e-3}
+    optimizer = getattr(opt, name)([{"params": iter(named.items())}], **kwargs)
+
+    def kept(groups) -> list[list[str]]:
+        return [group["param_names"] for group in groups]
+
+    for made in (optimizer, copy.deepcopy(optimizer)):
+        assert kept(made.param_groups) == kept(made.state_dict()["param_groups"]) == expected
+    saved = optimizer.state_dict()
+    other = getattr(opt, name)([{"params": [("x.weight", named["a.weight"])]}], **kwargs)
+    other.add_param_group({"params": [("x.bias", named["a.bias"])], "use_muon": False})
+    assert kept(other.param_groups) == [["x.weight"], ["x.bias"]]
+    other.load_state_dict(saved)
+    assert kept(other.param_groups) == expected
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    other.load_state_dict(saved)
+    assert kept(other.param_groups) == expected
+    (later,) = parameters([(5, 4)])
+    with pytest.raises(ValueError, match="with/without names"):
+        of_torch.add_param_group({"params": [later]})
+    with pytest.raises(ValueError, match=r"group 2 has no names and group 0 has.*give \(name, "):
+        optimizer.add_param_group({"params": [later], "use_muon": True})
+    assert len(optimizer.param_groups) == 2
+
+
+def fused(*entries: tuple[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
+    names, shapes = zip(*entries, strict=True)
+    return list(zip(names, parameters(list(shapes)), strict=True))
+
+
+def test_fused_projections_of_names_are_split(opt, device, caplog) -> None:
+    """As by get_default_muon_param_groups, as far as a name and a shape tell."""
+    named = fused(
+        ("h.0.attn.c_attn.weight", (12, 4)),
+        ("h.0.mlp.gate_up_proj.weight", (10, 4)),
+        ("h.1.self_attn.in_proj_weight", (12, 4)),
+        ("h.1.mlp.experts.gate_up_proj", (3, 12, 8)),
+        ("h.1.mlp.experts.down_proj", (3, 8, 6)),
+        ("h.1.mlp.down_proj.weight", (4, 5)),
+    )
+    sizes = {
+        "h.0.attn.c_attn.weight": (4, 4, 4),
+        "h.0.mlp.gate_up_proj.weight": (5, 5),
+        "h.1.self_attn.in_proj_weight": (4, 4, 4),
+        "h.1.mlp.experts.gate_up_proj": (6, 6),
+    }
+    with caplog.at_level(logging.INFO):
+        optimizer = opt.Muon([(name, p.to(device).detach()) for name, p in named])
+    assert f"fused projections are cut, by their names: {sizes}" in caplog.text
+    assert optimizer.param_groups[0]["split_sizes"] == sizes
+    assert "looks fused" not in caplog.text
+    for told in ({"use_muon": True}, {"num_heads": 1}, {"transposed": True}):
+        kept = opt.Muon([{"params": named[:1], **told}])
+        assert kept.param_groups[0]["split_sizes"] is None
+
+
+def test_columns_of_names_are_split(opt) -> None:
+    """Where the caller says that matrices are (in, out)."""
+    named = fused(("h.0.attn.c_attn.weight", (4, 12)), ("h.0.mlp.c_fc.weight", (4, 16)))
+    (group,) = opt.Muon(named, transposed=True).param_groups
+    assert group["split_sizes"] == {"h.0.attn.c_attn.weight": (4, 4, 4)}
+
+
+def test_fused_projections_that_names_do_not_tell_are_logged_once(opt, submodule, caplog) -> None:
+    """GPT-2's (in, out) among them: whether a matrix is of Conv1D only its module says."""
+    submodule("dispatch").say_once.cache_clear()
+    named = fused(
+        ("h.0.attn.c_attn.weight", (4, 12)),
+        ("h.1.attn.c_attn.weight", (4, 12)),
+        ("h.2.attn.qkv_proj.weight", (8, 4)),
+        ("h.3.attn.Wqkv.weight", (12, 4)),
+        ("h.4.experts.gate_up_proj", (3, 12, 8)),
+    )
+    optimizer = opt.Muon(named)
+    assert optimizer.param_groups[0]["split_sizes"] is None
+    (message,) = [r.getMessage() for r in caplog.records if "looks fused" in r.getMessage()]
+    assert message.startswith("h.0.attn.c_attn.weight (4, 12) and 4 more")
+    assert "get_default_muon_param_groups(model)" in message
+
+
+def test_gpt2_by_names(opt, submodule, caplog) -> None:
+    transformers = pytest.importorskip("transformers")
+    submodule("dispatch").say_once.cache_clear()
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32, n_positions=8)
+    opt.Muon(transformers.GPT2LMHeadModel(config).named_parameters())
+    messages = [r.getMessage() for r in caplog.records if "looks fused" in r.getMessage()]
+    assert messages and messages[0].startswith(
+        "transformer.h.0.attn.c_attn.weight (8, 24) and 1 more"
+    )
 
 
 def test_experts_without_a_mark(opt) -> None:

@@ -118,8 +118,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def parameter_names(self, group: int) -> list[str | None]:
         """The names of a group's parameters, None where none was given.
 
-        Groups do not hold them: checkpoints that copy a group per parameter would copy all names
-        with each.
+        Groups hold those of pairs alone, as torch's do: a flat checkpoint copies all names of a
+        group with each of its parameters, 1.8 GB for 6,144 names of 50 bytes.
         """
         return list(self._names[group])
 

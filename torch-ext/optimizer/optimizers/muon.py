@@ -33,7 +33,9 @@ class Muon(MuonBase):
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
             parameter) pairs. What has no mark is told apart by `default_is_muon`, or without names
-            by shape alone, which is logged. Keys that are no options are kept and saved. Every
+            by shape alone, which is logged; fused projections are split as far as names and shapes
+            tell. Pairs leave `param_names` in the groups and their state, as in torch; `names` are
+            not saved. Keys that are no options are kept and saved. Every
             argument below but `adamw_lr`, `debug`, `clip_config`, `process_group`, `distributed`
             and the last four is an option of Muon groups; AdamW groups take lr, adamw_betas,
             adamw_eps, weight_decay, rounding, rounding_seed and none_grad.

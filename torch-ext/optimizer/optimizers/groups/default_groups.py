@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...dispatch import say_once
 from .parameters import check_initialized, components, has_component
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ TOP_LEVEL_HEADS = frozenset({"output", "head", "heads", "score", "proj_out", "ou
 # Fused projections.
 ATTENTION = frozenset({"c_attn", "qkv_proj"})
 GATED = "gate_up_proj"
+OF_TORCH = "in_proj_weight"  # Q, K and V of torch.nn.MultiheadAttention
 # Of which some keep Q, K and V head by head, which neither name nor shape tell.
 UNKNOWN = frozenset({"query_key_value", "qkv", "wqkv", "Wqkv", "W_pack"})
 
@@ -304,7 +306,10 @@ def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str
             weight = part if isinstance(part, Tensor) else getattr(part, "weight", None)
             if called not in ATTENTION | UNKNOWN | {GATED} or weight not in names:
                 continue
-            sizes = _sizes(module, part, called, tuple(weight.shape))
+            sizes = None
+            if weight.ndim == 2 or _is_concatenated(module, tuple(weight.shape)):
+                shape = weight.shape[::-1] if is_transposed(part) else weight.shape
+                sizes = _sizes(called, tuple(shape), _head_counts(module))
             if sizes is not None:
                 found[names[weight]] = sizes
             else:
@@ -317,21 +322,52 @@ def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str
     return found
 
 
+def fused_by_names(named: Mapping[str, Tensor], transposed: bool) -> dict[str, tuple[int, ...]]:
+    """`fused_projections` as far as names and shapes tell, without heads or types of modules.
+
+    What they do not tell is logged, in one line: weights (in, out) of Conv1D, fewer heads of keys
+    than of queries, stacks without their down_proj.
+    """
+    found, unknown = {}, []
+    for name, param in named.items():
+        called = components(name.removesuffix(".weight"))[-1]
+        if called not in ATTENTION | UNKNOWN | {GATED, OF_TORCH}:
+            continue
+        shape, down = tuple(param.shape), named.get(name.removesuffix(GATED) + "down_proj")
+        sizes = None
+        stacked = down is not None and not transposed and _fit(shape, tuple(down.shape))
+        if len(shape) == 2 or stacked:
+            sizes = _sizes(called, shape[::-1] if transposed else shape)
+        if sizes is None:
+            unknown.append(f"{'.'.join(components(name))} {shape}")
+        else:
+            found[name] = sizes
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        say_once(
+            "%s%s looks fused, and is taken as one matrix, since its name and shape do not tell "
+            "its parts: pass get_default_muon_param_groups(model), which sees the modules, or give "
+            "split_sizes to the Muon group",
+            unknown[0],
+            more,
+        )
+    if found:
+        logger.info("fused projections are cut, by their names: %s", found)
+    return found
+
+
 def _sizes(
-    owner: nn.Module, part: Any, called: str, shape: tuple[int, ...]
+    called: str, shape: tuple[int, ...], heads: tuple[int, int, int] = (0, 0, 0)
 ) -> tuple[int, ...] | None:
-    """Rows, or of Conv1D columns, of the parts of a projection that `owner` calls `called`."""
+    """Rows of the parts of a projection (..., out, in) that its owner calls `called`."""
+    rows, columns = shape[-2:]
     if called == GATED:
-        rows = shape[-1] if is_transposed(part) else shape[-2]
-        if len(shape) == 3 and not _is_concatenated(owner, shape):
-            return None
         return None if rows % 2 else (rows // 2,) * 2
     if len(shape) != 2 or called in UNKNOWN:
         return None
-    rows, columns = shape[::-1] if is_transposed(part) else shape
-    heads, of_keys, size = _head_counts(owner)
-    if heads and size and (heads + 2 * of_keys) * size == rows:
-        return heads * size, of_keys * size, of_keys * size
+    of_queries, of_keys, size = heads
+    if of_queries and size and (of_queries + 2 * of_keys) * size == rows:
+        return of_queries * size, of_keys * size, of_keys * size
     return (columns,) * 3 if rows == 3 * columns else None
 
 
@@ -349,7 +385,12 @@ def _is_concatenated(experts: nn.Module, shape: tuple[int, ...]) -> bool:
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, Tensor) or not getattr(experts, "is_concatenated", True):
         return False
-    return tuple(down.shape) == (shape[0], shape[2], shape[1] // 2)
+    return _fit(shape, tuple(down.shape))
+
+
+def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether stacks are (E, 2 intermediate, hidden) and (E, hidden, intermediate)."""
+    return len(gate_up) == 3 and down == (gate_up[0], gate_up[2], gate_up[1] // 2)
 
 
 def _head_counts(attention: nn.Module) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import say_once
-from .default_groups import ADAMW, EXPERTS, MUON, default_is_muon
+from .default_groups import ADAMW, EXPERTS, MUON, default_is_muon, fused_by_names
 from .options import AdamWOptions, MuonOptions, option_names, tidy
 from .parameters import check_parameter, has_component, label
 
@@ -212,7 +212,7 @@ class Format:
         kind = self.kind(group, where)
         if kind == ADAMW and self.mark == "use_muon":
             group = keller_jordans(group, defaults["adjust_lr_fn"], where)
-        params, names = _parameters(group, where)
+        params, names, paired = _parameters(group, where)
         self._check_keys(group, kind, where)
         default_keys = dict(DEFAULT_KEYS) if kind == ADAMW else {}
         if kind == ADAMW and not (self.shares_lr and defaults["adamw_lr"] is None):
@@ -231,6 +231,8 @@ class Format:
             completed[key] = tidy(key, group[key] if key in group else defaults[source])
         own = {"params", "names", "use_muon", "kind", *sources}  # every other key is the caller's
         completed |= {key: group[key] for key in group if key not in own}
+        if paired:
+            completed["param_names"] = names
         options = self.options(completed, where, check=True)
         if self.shares_lr and isinstance(options, MuonOptions):
             _warn_of_rate(options)
@@ -264,7 +266,7 @@ class Format:
         """
         if self.is_marked(group):
             return [group], ""
-        params, names = _parameters(group, where)
+        params, names, paired = _parameters(group, where)
         chosen = self._chosen(group, defaults, params, names)
         kinds = [kind for kind in OPTIONS if chosen[kind]] or [ADAMW]
         parts, guesses = [], []
@@ -276,7 +278,7 @@ class Format:
             part.pop("names", None)
             if any(name is not None for name in names):
                 part["names"] = [names[i] for i in chosen[kind]]
-            if "param_names" in group:
+            if paired or "param_names" in group:
                 part["param_names"] = part["names"]
             parts.append(part)
             shapes = {tuple(params[i].shape) for i in chosen[kind] if names[i] is None}
@@ -286,6 +288,12 @@ class Format:
         keys = tuple(group.get("expert_keys", defaults["expert_keys"]) or ())
         if EXPERTS not in keys and any(has_component(name or "", EXPERTS) for name in experts):
             parts[0]["expert_keys"] = (*keys, EXPERTS)
+        keys = ("split_sizes", "num_heads", "transposed", "flatten")
+        told = {key: group.get(key, defaults[key]) for key in keys}
+        of_muon = [(names[i], params[i]) for i in chosen[MUON] if names[i] is not None]
+        named = {name: p for name, p in of_muon if p.ndim == 2 or not told["flatten"]}
+        if named and not told["split_sizes"] and not told["num_heads"]:
+            parts[0]["split_sizes"] = fused_by_names(named, told["transposed"]) or None
         return parts, "; ".join(guesses)
 
     def _chosen(
@@ -323,8 +331,8 @@ def _warn_of_rate(options: MuonOptions) -> None:
         )
 
 
-def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None]]:
-    """The parameters and names of a group, from a tensor, an iterable, or (name, tensor) pairs."""
+def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None], bool]:
+    """The parameters and names of a group, and whether they were (name, tensor) pairs."""
     if "params" not in group:
         raise ValueError(f"{where}: 'params' is missing")
     given = group["params"]
@@ -345,7 +353,7 @@ def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[s
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{where}: a name must be a string, got {name!r}")
         check_parameter(param, label(where, index, name))
-    return entries, names
+    return entries, names, any(paired)
 
 
 def _names(given: Any, count: int, where: str) -> list[str | None]:
@@ -358,7 +366,11 @@ def _names(given: Any, count: int, where: str) -> list[str | None]:
 
 
 def check_unique(groups: Iterable[dict[str, Any]], names: Iterable[list[str | None]]) -> None:
-    """Raise ValueError if a parameter or a name occurs twice in all the groups."""
+    """Raise ValueError if a parameter or a name occurs twice in all the groups.
+
+    And, as torch.optim does, if some groups have `param_names` and parameters of others no names.
+    """
+    groups, names = list(groups), list(names)
     seen_params: dict[Tensor, str] = {}
     seen_names: dict[str, str] = {}
     for number, (group, group_names) in enumerate(zip(groups, names, strict=True)):
@@ -371,6 +383,13 @@ def check_unique(groups: Iterable[dict[str, Any]], names: Iterable[list[str | No
             seen_params[param] = here
             if name is not None:
                 seen_names[name] = here
+    named = [i for i, group in enumerate(groups) if "param_names" in group]
+    unnamed = [i for i, given in enumerate(names) if given and set(given) == {None}]
+    if named and unnamed:
+        raise ValueError(
+            f"group {unnamed[0]} has no names and group {named[0]} has `param_names`; give (name, "
+            "parameter) pairs in all groups, or names in none"
+        )
 
 
 def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., None]:
