@@ -57,8 +57,10 @@ CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name 
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 ARTIFACT_SUITE = $(shell grep -rl --include='*.py' 'mark\.artifacts' tests)
 SYMM_SUITE := tests/distributed/test_symm.py tests/tensor_parallel/test_tensor_parallel_gpu.py
-# Read when torch is imported: two ranks on one GPU, no multicast; and all code there before one waits.
-SYMM_ENV := TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUDA_MODULE_LOADING=EAGER
+# No multicast between GPUs: figures on record are without. Read when torch is imported: two ranks on
+# one GPU; and all code is there before one waits.
+LINKS := TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0
+SYMM_ENV := $(LINKS) TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_MODULE_LOADING=EAGER
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations
 
@@ -111,7 +113,7 @@ test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environme
 	python3 -m pytest -q --device $(DEVICE) -m alone $(GPU_SUITE)
 
 test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE=cpu over gloo
-	$(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
+	$(LINKS) $(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
 
 test-symm:  ## messages and products through symmetric memory: 2 and 4 processes on the GPUs there are, one is enough (OUT=folder: logs)
 	$(SYMM_ENV) OMP_NUM_THREADS=1 OUT="$(OUT)" python3 -m pytest -q -rA --device cuda $(ARGS) $(SYMM_SUITE)
@@ -130,9 +132,9 @@ sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over 
 bench:  ## time one op on this GPU: make bench OP=elementwise (OP=end_to_end ARGS="--case gpt-124M/muon")
 	python3 benchmarks/run.py $(or $(OP),$(error say which: make bench OP=elementwise)) $(ARGS)
 
-bench-dist:  ## ten minutes, a verdict on steps over several GPUs: make bench-dist N=8 (DEVICE=cpu: a try)
-	OMP_NUM_THREADS=1 $(if $(filter cpu,$(DEVICE)),$(PY),python3) -m torch.distributed.run --standalone --nproc-per-node $(N) \
-		benchmarks/run.py optimizer_step --budget 540 $(if $(filter cpu,$(DEVICE)),--device cpu) $(ARGS)
+bench-dist:  ## at most ten minutes on several GPUs, steps and a verdict, or OP=communication, tensor_parallel: make bench-dist N=8 (DEVICE=cpu: a try)
+	$(LINKS) OMP_NUM_THREADS=1 $(if $(filter cpu,$(DEVICE)),$(PY),python3) -m torch.distributed.run --standalone --nproc-per-node $(N) \
+		benchmarks/run.py $(or $(OP),optimizer_step) --budget $(or $(BUDGET),540) $(if $(filter cpu,$(DEVICE)),--device cpu) $(ARGS)
 
 plots: $(READY)  ## draw README's table, docs/benchmarks and the plots from benchmarks/results
 	$(PY) benchmarks/run.py plots

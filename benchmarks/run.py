@@ -10,6 +10,7 @@ python benchmarks/run.py communication                        copies, products t
 python benchmarks/run.py quant                                layers on packed experts, decoding
 python benchmarks/run.py tensor_parallel                      one rank's share of Newton-Schulz
 torchrun --nproc-per-node 4 benchmarks/run.py tensor_parallel products that communicate, all of it
+torchrun --nproc-per-node 8 benchmarks/run.py communication   transports between GPUs of one host
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table, docs/benchmarks, plots
 
@@ -56,6 +57,7 @@ ENTRIES = {
     "quant": "harness.experts.quant",
     "tensor_parallel": "harness.tensor_parallel",
 }
+ON_RANKS = ("communication", "optimizer_step", "tensor_parallel")  # that torchrun may start
 
 
 def header(built, entry: str, count: int) -> dict:
@@ -233,14 +235,14 @@ def measure_on_ranks(
     """Measure a file on the ranks of torchrun, until `end`; returns the exit status.
 
     Args:
-        name: "optimizer_step", or "tensor_parallel", which knows neither CPUs nor an end.
+        name: one of ON_RANKS; "tensor_parallel" knows neither CPUs nor an end.
         out: folder of the results.
         draft: print only.
         device: "cuda", or "cpu" for a try.
         end: by time.monotonic.
     """
     import torch
-    from harness import package, report, tensor_parallel
+    from harness import package, report, tensor_parallel, transports
     from harness.optimizer_step import several_gpus, verdict
 
     with several_gpus.joined(device) as ranks:
@@ -256,11 +258,12 @@ def measure_on_ranks(
             head = header(built, entry_of(path), ranks.count)
             say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
         rows, left, steps = [], [], name == "optimizer_step"
-        if steps:
-            entry, found = several_gpus, several_gpus.rows(built, ranks, left, end)
-        else:
+        if name == "tensor_parallel":
             entry, found = tensor_parallel, tensor_parallel.rows_on_ranks(built, ranks)
-        alone = verdict.of_one_gpu(single)
+        else:
+            entry = several_gpus if steps else transports
+            found = entry.rows(built, ranks, left, end)
+        alone = verdict.of_one_gpu(single) if steps else None
         say(f"\n{entry.HEADING}")
         for row, line in found:
             say(line, flush=True)
@@ -327,10 +330,11 @@ def main(arguments: list[str]) -> int:
     if options.what != "plots":
         draft = options.draft or bool(problem)
         ranks = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if options.device == "cpu" and not (ranks and options.what == "optimizer_step"):
-            parser.error("--device cpu is for optimizer_step under torchrun")
+        tried = ranks and options.what in ON_RANKS and options.what != "tensor_parallel"
+        if options.device == "cpu" and not tried:
+            parser.error("--device cpu is for optimizer_step and communication under torchrun")
         if ranks:
-            if options.what not in ("optimizer_step", "tensor_parallel"):
+            if options.what not in ON_RANKS:
                 parser.error(f"{options.what} runs on one GPU; start it without torchrun")
             where = {"draft": draft, "device": options.device, "end": end}
             return measure_on_ranks(options.what, options.out, **where)

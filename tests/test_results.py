@@ -364,8 +364,11 @@ def test_results_of_several_gpus_have_sources_of_their_own(harness):
     assert entry_of(Path("h200/optimizer_step.json")) == "optimizer_step"
     several = entry_of(Path("h200x8/optimizer_step.json"))
     assert set(sources[several]) - set(sources["optimizer_step"]) == {
-        "torch-ext/optimizer/distributed/*.py"
+        "kernels-src/communication/*",
+        "torch-ext/optimizer/distributed/**/*.py",
+        "torch-ext/optimizer/kernels/communication/*.py",
     }
+    assert sources[entry_of(Path("h200x4/communication.json"))] == sources[several]
     assert harness.sources.sources_digest(several) != harness.sources.sources_digest(
         "optimizer_step"
     )

@@ -37,6 +37,13 @@ _STEP = (
     "torch-ext/optimizer/orthogonalize/*",
 )
 
+_SEVERAL = (
+    "kernels-src/communication/*",
+    "torch-ext/optimizer/distributed/**/*.py",
+    "torch-ext/optimizer/kernels/communication/*.py",
+    *_STEP,
+)
+
 # Result file -> what its times depend on.
 SOURCES: dict[str, tuple[str, ...]] = {
     "communication": (
@@ -64,7 +71,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/moe/quantized/*.py",
     ),
     "optimizer_step": _STEP,
-    "optimizer_step on several GPUs": ("torch-ext/optimizer/distributed/*.py", *_STEP),
+    "optimizer_step on several GPUs": _SEVERAL,
     "orthogonalize": (
         "kernels-src/common/*",
         "kernels-src/products/**/*",
@@ -79,6 +86,7 @@ SOURCES["tensor_parallel"] = (
     *SOURCES["orthogonalize"],
 )
 SOURCES["tensor_parallel on several GPUs"] = SOURCES["tensor_parallel"]
+SOURCES["communication on several GPUs"] = _SEVERAL
 
 # A file of two parts, each with sources of its own: an edit of the experts leaves the optimizers'
 # rows as they are.

@@ -28,11 +28,11 @@ def harness(name: str):
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-def table(opt, out: Path, end: float | None = None) -> tuple[int, str]:
+def table(
+    opt, out: Path, end: float | None = None, name: str = "optimizer_step"
+) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = harness("run").measure_on_ranks(
-            "optimizer_step", out, draft=False, device="cpu", end=end
-        )
+        status = harness("run").measure_on_ranks(name, out, draft=False, device="cpu", end=end)
     return status, printed.getvalue()
 
 
@@ -124,18 +124,52 @@ def test_the_baseline_reduces_gradients_of_its_own(opt) -> list[float]:
     return [first.sum().item()]
 
 
-@on_ranks(2)
-def test_every_row_of_transports_is_measured_both_ways(opt) -> None:
-    """Messages and steps have equal bits, or it would have ended."""
-    script, step = harness("transports"), harness("harness.optimizer_step.several_gpus")
+def transports_table(opt, out: Path, end: float | None = None) -> tuple[int, str]:
+    module = module_of(opt, "distributed.transport").GroupTransport
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "memory", SharedMemory)
+        return table(opt, out, end, "communication")
+
+
+def test_every_row_of_transports_is_measured_both_ways(ranks, tmp_path) -> None:
+    """Messages and steps have equal bits, or a row would say so."""
+    answers = ranks(2).run(transports_table, tmp_path)
+    assert [wrong for wrong, _ in answers] == [0, 0]
+    rows = [line for line in answers[0][1].splitlines() if "(goal " in line]
+    named = [line.split("/")[0] for line in rows]
+    assert named == ["C3", "C13", "C4", "C4", "C2", "C5", "C7"]
+    assert not answers[1][1] and not any(tmp_path.iterdir())
+
+
+def wrong_link(opt, how: str) -> list[tuple[bool, str]]:
+    """Rows of a transport that moves other bytes, or cannot be had."""
+    transports, step = harness("harness.transports"), harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
     module = module_of(opt, "distributed.transport").GroupTransport
+    engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
+    exchange = engine.exchange
+
+    def wrong(self, going, outbox, coming, inbox):
+        done = exchange(self, going, outbox, coming, inbox)
+        if distributed.get_rank() == 1:
+            inbox[:1] += 1
+        return done
+
     with step.joined("cpu") as here, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "memory", SharedMemory)
-        found = [*script.rows(built, here, [], small=True)]
-    assert all(one.line().startswith(one.row) for one in found)
-    rows = [(one.row, one.transport, one.value) for one in found]
-    for name in ("C2", "C3", "C4", "C5", "C7"):
-        assert {transport for row, transport, _ in rows if row == name} == {"nccl", "p2p"}
-    assert {transport for row, transport, _ in rows if row == "C13"} == {"p2p"}
-    assert all(figure > 0 for *_, figure in rows)
+        if how == "wrong":
+            patch.setattr(module, "memory", SharedMemory)
+            patch.setattr(engine, "exchange", wrong)
+        found = [*transports.bandwidth(built, here, 2**20)]
+        if how != "wrong":
+            found += transports.step(built, here, "C5", "tiny", "fsdp2", 0.6)
+            found += transports.gather(built, here, 8, 64, 1.0, 1.0)
+    return [(row.ok, line) for row, line in found]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("wrong", "WRONG RESULTS"), ("none", "NOT TAKEN (rank 0")]
+)
+def test_a_transport_that_is_wrong_or_not_there_has_no_figure(ranks, how, said) -> None:
+    for of_rank in ranks(2).run(wrong_link, how):
+        assert not any(ok for ok, _ in of_rank)
+        assert all(said in line for _, line in of_rank)

@@ -1,29 +1,25 @@
-"""What transports cost between the GPUs of one host: rows C2 to C7 and C13 of the acceptance.
+"""Cases of `communication.json` on several GPUs of one host: rows C2 to C7 and C13.
 
-torchrun --standalone --nproc-per-node 8 benchmarks/transports.py [--only C3 C4] [--out FILE]
-
-Every row is one figure of "nccl" and one of "p2p", on the slowest rank, median of several, with the
-goal that docs/concepts/communication.md states. Before a row is timed, messages are compared with
-those of the all-to-all, and steps by their bits. `--device cpu` tries the code over gloo.
+Each is one figure of "p2p", on the slowest rank, median of several, beside that of the all-to-all.
+A row stands only if messages are those of the all-to-all, and steps have its bits. What is
+predicted for eight GPUs stands in docs/dev/transports.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import functools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from harness import package
-from harness.optimizer_step import one_gpu, several_gpus
-from harness.sources import ROOT
+from . import package, report
+from .optimizer_step import one_gpu, several_gpus
+from .report import Goal, Row
 
+HEADING = f"{'case':<52}{'value':>8}  unit"
 MIB = 2**20
 ROUNDS, WARMUP = 9, 3
 TRANSPORTS = ("nccl", "p2p")
@@ -39,28 +35,25 @@ SETS = {
         ((65536, 1536),) * 2,
     ),
 }
+# Row -> set, form, and the goal in units of the step by the all-to-all. The largest is the last.
 STEPS = {
-    "C5": ("256x1024", "fsdp2"),
-    "C6": ("llama-8B", "fsdp2"),
-    "C7": ("nanochat-d24", "unreduced-fp32"),
+    "C5": ("256x1024", "fsdp2", 0.60),
+    "C7": ("nanochat-d24", "unreduced-fp32", 0.85),
+    "C6": ("llama-8B", "fsdp2", 0.95),
 }
-SMALL_STEPS = {"C5": ("tiny", "fsdp2"), "C7": ("tiny", "unreduced-fp32")}
+SMALL_STEPS = {"C5": ("tiny", "fsdp2", 0.60), "C7": ("tiny", "unreduced-fp32", 0.85)}
+SETUP_GOAL = 2000.0  # ms until memory is shared
+
+Line = tuple[Row, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """One figure."""
-
-    row: str
-    case: str
-    transport: str
-    value: float
-    unit: str
-    goal: str
-
-    def line(self) -> str:
-        figure = f"{self.value:>12.4g} {self.unit:<6}"
-        return f"{self.row:<4} {self.case:<26} {self.transport:<6} {figure} goal {self.goal}"
+def figure(
+    case: str, found: dict[str, float], goal: Goal, *, unit: str, missing: str = "WRONG RESULTS"
+) -> Line:
+    """The row of p2p's figure beside that of the all-to-all; without one, why it is missing."""
+    beside = found.get("nccl")
+    baseline = "-" if beside is None else f"all-to-all, {beside:.4g} {unit}"
+    return report.figure(case, found.get("p2p"), baseline, goal, "p2p", unit=unit, missing=missing)
 
 
 class Link:
@@ -95,7 +88,7 @@ class Link:
         self.outbox.random_(0, 255)
 
     def take(self, name: str) -> bool:
-        """Exchange by a transport from here on; whether it can be had."""
+        """Exchange by a transport from here on; whether it can be had, on all ranks alike."""
         self.transport.settle(self.traffic, self.options(transport=name), together=True)
         rows = self.transport.report()
         self.report = rows[0]
@@ -124,28 +117,33 @@ def median(ranks: several_gpus.Ranks, call: Callable[[], object]) -> float:
     return statistics.median(ranks.milliseconds(call) for _ in range(ROUNDS))
 
 
-def bandwidth(built: package.Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Found]:
+def bandwidth(built: package.Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Line]:
     """C3 and C13: bytes that leave every GPU in an exchange, and what setting it up takes."""
     import torch
 
-    link, seen = Link(built, ranks, size), []
+    link, seen, rates, setup, missing = Link(built, ranks, size), [], {}, {}, "WRONG RESULTS"
     for name in TRANSPORTS:
         if not link.take(name):
+            missing = f"NOT TAKEN ({link.report.reason})"
             continue
         link.once()
         link.launch().wait()
         ranks.synchronize()
         seen.append(link.place().clone())
-        if not torch.equal(seen[0], seen[-1]):
-            raise SystemExit(f"{name}: messages differ from those of the all-to-all")
-        ms = median(ranks, link.once)
+        if ranks.largest(float(not torch.equal(seen[0], seen[-1]))):
+            break
         sent = size * (ranks.count - 1) / ranks.count
-        case = f"a2a {size // MIB} MiB"
-        yield Found("C3", case, name, sent / ms / 1e6, "GB/s", ">= 320 of 8 GPUs (256 MiB)")
+        rates[name] = sent / median(ranks, link.once) / 1e6
         if name == "p2p":
-            setup = ranks.largest(link.report.setup_ms)
-            yield Found("C13", "arena", name, setup, "ms", "<= 2000")
-            yield Found("C13", "arena", name, link.report.arena_bytes, "bytes", "is said")
+            setup[name] = ranks.largest(link.report.setup_ms)
+            if ranks.first:
+                print(f"C13: {link.report.arena_bytes} bytes are shared by every rank")
+    what = {"missing": missing}
+    yield figure(
+        f"C3/a2a {size // MIB} MiB", rates, Goal(320.0, at_least=True), unit="GB/s", **what
+    )
+    case, goal = f"C13/setup for {size // MIB} MiB", Goal(SETUP_GOAL, at_least=False)
+    yield figure(case, setup, goal, unit="ms", **what)
 
 
 def beside(
@@ -170,23 +168,23 @@ def beside(
 
 
 def contention(
-    built: package.Built, ranks: several_gpus.Ranks, n: int, count: int, size: int
-) -> Iterator[Found]:
+    built: package.Built, ranks: several_gpus.Ranks, n: int, count: int, size: int, goal: float
+) -> Iterator[Line]:
     """C2: Newton-Schulz of `count` matrices (n, n) beside exchanges one behind another."""
     import torch
 
-    x = torch.randn((1, n, n), device=ranks.device, dtype=torch.bfloat16)
     half = torch.float16 if ranks.device.type == "cuda" else torch.float32
+    x = torch.randn((1, n, n), device=ranks.device).to(half)
 
     def work() -> None:
         for _ in range(count):
-            built.package.newton_schulz(x.to(half), steps=5)
+            built.package.newton_schulz(x, steps=5)
 
-    alone = median(ranks, work)
+    alone, found, missing = median(ranks, work), {}, "WRONG RESULTS"
     link = Link(built, ranks, size)
-    goal = "<= 1.08" if n >= 4096 else "<= 1.10"
     for name in TRANSPORTS:
         if not link.take(name):
+            missing = f"NOT TAKEN ({link.report.reason})"
             continue
         one, begun = median(ranks, link.once), time.perf_counter()
         for _ in range(8):
@@ -197,35 +195,46 @@ def contention(
         taken = [beside(ranks, link.launch, times, work) for _ in range(WARMUP + ROUNDS)]
         link.launch().wait()
         ranks.synchronize()
-        ms = statistics.median(taken[WARMUP:])
-        yield Found("C2", f"{count} x {n}^2, {size // MIB} MiB", name, ms / alone, "x", goal)
+        found[name] = statistics.median(taken[WARMUP:]) / alone
+    case = f"C2/{count} x {n}^2 beside {size // MIB} MiB"
+    unit = "times the time alone"
+    yield figure(case, found, Goal(goal, at_least=False), unit=unit, missing=missing)
 
 
 def gather(
-    built: package.Built, ranks: several_gpus.Ranks, count: int, n: int, goal: str
-) -> Iterator[Found]:
+    built: package.Built,
+    ranks: several_gpus.Ranks,
+    count: int,
+    n: int,
+    goal: float,
+    host_goal: float,
+) -> Iterator[Line]:
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
     link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)
     exchange = package.module(built.package, "optimizers.sharded.exchange")
+    found, on_host, missing = {}, {}, "WRONG RESULTS"
 
     def phase() -> None:
         link.launch().wait()
         if link.lease is None:
-            found = link.place().view(ranks.count, count // ranks.count, -1)
-            exchange.in_words(found).transpose(0, 1).contiguous()
+            parts = link.place().view(ranks.count, count // ranks.count, -1)
+            exchange.in_words(parts).transpose(0, 1).contiguous()
         else:
             link.lease.give()
             link.lease = link.transport.inbox(link.coming)
 
     for name in TRANSPORTS:
-        if link.take(name):
-            case = f"gather {count} x {n}^2"
-            yield Found("C4", case, name, 1e3 * median(ranks, phase), "us", goal)
-            start = time.perf_counter()
-            phase()
-            host = 1e6 * (time.perf_counter() - start)
-            ranks.synchronize()
-            yield Found("C4", f"{case}, host", name, ranks.largest(host), "us", "see above")
+        if not link.take(name):
+            missing = f"NOT TAKEN ({link.report.reason})"
+            continue
+        found[name] = 1e3 * median(ranks, phase)
+        start = time.perf_counter()
+        phase()
+        on_host[name] = ranks.largest(1e6 * (time.perf_counter() - start))
+        ranks.synchronize()
+    case, what = f"C4/gather {count} x {n}^2", {"unit": "us", "missing": missing}
+    yield figure(case, found, Goal(goal, at_least=False), **what)
+    yield figure(f"{case}, host", on_host, Goal(host_goal, at_least=False), **what)
 
 
 class StepCase(several_gpus.RankCase):
@@ -241,79 +250,65 @@ class StepCase(several_gpus.RankCase):
         return made
 
 
-def steps(
-    built: package.Built, ranks: several_gpus.Ranks, row: str, model: str, form: str
-) -> Iterator[Found]:
-    """C5 to C7: a whole step, and its time in units of that over the all-to-all."""
+def step(
+    built: package.Built, ranks: several_gpus.Ranks, row: str, model: str, form: str, goal: float
+) -> Iterator[Line]:
+    """C5 to C7: a whole step over that by the all-to-all, whose bits it must have."""
     import torch
 
-    goals = {"C5": "<= 0.60", "C6": "<= 0.95", "C7": "<= 0.85"}
-    base, bits = None, None
+    bits, times, missing = None, {}, "WRONG RESULTS"
     for name in TRANSPORTS:
-        case = type(name, (StepCase,), {"name": name})(
-            several_gpus.Problem(model, form), built, ranks
-        )
+        kind = type(name, (StepCase,), {"name": name})
+        case = kind(several_gpus.Problem(model, form), built, ranks)
         for _ in range(4):
             case.ours.step()
         case.ours.state_dict()
         found = [several_gpus._local(p.detach()).clone() for p in case.matrices[:8]]
-        if {one["transport"] for one in case.ours.comm_report()} != {name} and name == "p2p":
-            print(f"{row}: {case.ours.comm_report()[0]['reason']}", file=sys.stderr)
-            return
-        if bits is not None and not all(map(torch.equal, bits, found)):
-            raise SystemExit(f"{row}: a step by {name} has other bits")
-        bits = found
-        ms = median(ranks, case.ours.step)
-        base = base or ms
-        yield Found(row, f"{model}/{form}", name, ms, "ms", "-")
-        if name != TRANSPORTS[0]:
-            yield Found(row, f"{model}/{form}", name, ms / base, "x", goals[row])
-        del case
+        said = case.ours.comm_report()
+        if name == "p2p" and {one["transport"] for one in said} != {name}:
+            missing = f"NOT TAKEN ({said[0]['reason']})"
+            break
+        same = bits is None or all(map(torch.equal, bits, found))
+        if ranks.largest(float(not same)):
+            break
+        bits, times[name] = found, median(ranks, case.ours.step)
+        del case, found
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
+    if ranks.first:
+        print(f"{row}: " + ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items()))
+    if times:
+        times = {name: ms / times["nccl"] for name, ms in times.items()}
+    unit = "times the step"
+    goal = Goal(goal, at_least=False)
+    yield figure(f"{row}/{model}/{form}", times, goal, unit=unit, missing=missing)
 
 
 def rows(
-    built: package.Built, ranks: several_gpus.Ranks, only: list[str], *, small: bool
-) -> Iterator[Found]:
-    """All of them, or those that were named."""
+    built: package.Built, ranks: several_gpus.Ranks, left: list[str], end: float | None = None
+) -> Iterator[Line]:
+    """Every row of the file; on CPUs small ones.
+
+    Those that would begin after `end`, a time of `time.monotonic`, are added to `left` instead, on
+    all ranks as soon as one of them is that late.
+    """
     one_gpu.SHAPES.update(SETS)
-    if not only or {"C3", "C13"} & {*only}:
-        for size in (1,) if small else (64, 256):
-            yield from bandwidth(built, ranks, size * MIB)
-    if not only or "C4" in only:
-        sets = [(8, 64, "-")] if small else [(32, 4096, "<= 500"), (64, 1024, "<= 350")]
-        for count, n, goal in sets:
-            yield from gather(built, ranks, count, n, goal)
-    if not only or "C2" in only:
-        sets = [(64, 2, 1)] if small else [(4096, 8, 256), (2048, 40, 64)]
-        for n, count, size in sets:
-            yield from contention(built, ranks, n, count, size * MIB)
-    for row, (model, form) in (SMALL_STEPS if small else STEPS).items():
-        if not only or row in only:
-            yield from steps(built, ranks, row, model, form)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[], help="rows, such as C3 C5")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    with several_gpus.joined(options.device) as ranks:
-        built = package.load(ROOT, options.device)
-        found = []
-        for one in rows(built, ranks, options.only, small=options.device == "cpu"):
-            if ranks.first:
-                print(one.line(), flush=True)
-            found.append(dataclasses.asdict(one))
-        if ranks.first and options.out is not None:
-            said = {"commit": built.commit, "ranks": ranks.count, "rows": found}
-            options.out.write_text(json.dumps(said, indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    small = ranks.device.type == "cpu"
+    calls: dict[str, Callable[[], Iterator[Line]]] = {}
+    for size in (1,) if small else (64, 256):
+        calls[f"C3/{size}"] = functools.partial(bandwidth, built, ranks, size * MIB)
+    sets = [(8, 64, 500.0, 250.0)]
+    sets = sets if small else [(32, 4096, 500.0, 250.0), (64, 1024, 350.0, 350.0)]
+    for one in sets:
+        calls[f"C4/{one[1]}"] = functools.partial(gather, built, ranks, *one)
+    sets = [(64, 2, MIB, 1.08)]
+    sets = sets if small else [(4096, 8, 256 * MIB, 1.08), (2048, 40, 64 * MIB, 1.10)]
+    for one in sets:
+        calls[f"C2/{one[0]}"] = functools.partial(contention, built, ranks, *one)
+    for row, one in (SMALL_STEPS if small else STEPS).items():
+        calls[row] = functools.partial(step, built, ranks, row, *one)
+    for name, call in calls.items():
+        if end is not None and ranks.largest(time.monotonic() - end) > 0:
+            left.append(name)
+            continue
+        yield from call()
