@@ -102,6 +102,12 @@ class ThreadRank:
 
         return self._noted(torch.cat(self.together.all_given(self.rank, rows)))
 
+    def exchanged(self, going: Any, sent: Any, _: Any) -> Any:
+        import torch
+
+        given = self.together.all_given(self.rank, going.split(sent))
+        return self._noted(torch.cat([parts[self.rank] for parts in given]))
+
     def _noted(self, value: Any) -> Any:
         if self.rank == 0:
             self.noted.append(value)
@@ -128,6 +134,9 @@ class Alone:
     def gathered(self, rows: Any) -> Any:
         return self._next()
 
+    def exchanged(self, going: Any, sent: Any, received: Any) -> Any:
+        return self._next()
+
     def _next(self) -> Any:
         value = self.noted[self.position]
         self.position = (self.position + 1) % len(self.noted)
@@ -142,15 +151,16 @@ def sharded_by_threads(
 
     sharded = module(built.package, "tensor_parallel.newton_schulz")
     method, dtype = iteration_of(built, x)
-    together, results = Together(world), [None] * world
+    together, results, shards = Together(world), [None] * world, x.chunk(world)
+    rows = [len(shard) for shard in shards]
     ranks = [ThreadRank(together, rank) for rank in range(world)]
     failures: list[Exception] = []
 
     @torch.no_grad()
     def run(rank: int) -> None:
         try:
-            rows = sharded.normalized(x.chunk(world)[rank], dtype, ranks[rank])
-            results[rank] = sharded.iterated(rows, len(x), method, 5, schedule, ranks[rank])
+            decided = method, 5, schedule, dtype, ranks[rank]
+            results[rank] = sharded.of_rows(shards[rank], rows, *decided)
         except Exception as error:
             failures.append(error)  # before the others fail at the barrier
             together.barrier.abort()
@@ -177,21 +187,24 @@ def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> 
 
     sharded = module(built.package, "tensor_parallel.newton_schulz")
     x = gaussian(side)
+    method, dtype = iteration_of(built, x)
     owner = built.package.orthogonalize(x)
     result, noted = sharded_by_threads(built, x, world)
     apart = distance(result, owner)
     print(f"{SHARE}: {apart:.2e} from the owner's result, at most {TOLERANCE:.0e} is right")
+    exact = built.package.orthogonalize(x, method, dtype=torch.float64)
+    print(f"{SHARE}: from float64 {distance(result, exact):.2e}, owner {distance(owner, exact):.2e}")
+    del exact
     baseline = f"orthogonalize of {side} x {side}"
     if not apart <= TOLERANCE:
         return figure(SHARE, None, baseline, SHARE_GOAL, "none")
-    method, dtype = iteration_of(built, x)
     alone, shard = Alone(world, noted), x.chunk(world)[0]
+    rows = [len(shard)] * world
     last = torch.empty_like(owner)
 
     @torch.no_grad()
     def share(_: int = 0) -> None:
-        rows = sharded.normalized(shard, dtype, alone)
-        sharded.iterated(rows, side, method, 5, "auto", alone)
+        sharded.of_rows(shard, rows, method, 5, "auto", dtype, alone)
 
     calls = {"share": share, "whole": lambda _: built.package.orthogonalize(x, out=last)}
     found = medians(calls, sets=1, rounds=10, host_ms=dict.fromkeys(calls, 3.0), alone=True)

@@ -139,20 +139,37 @@ def test_float16_is_as_near_to_float64_as_the_owners(
     assert relative_error(result, exact) <= 1.25 * owners + 1e-4
 
 
+@pytest.mark.parametrize("schedule", ["rs_ag", "gram_ar"])
+def test_a_square_matrix_is_iterated_on_the_owners_side(
+    opt, by_threads, harness, monkeypatch, schedule: str
+) -> None:
+    """By X^T X its result would be sqrt(2) times the owner's distance from float64 away."""
+    settled = ("gram_polynomial", torch.float16)
+    monkeypatch.setattr(harness.tensor_parallel, "iteration_of", lambda *_: settled)
+    x = torch.randn(384, 384, generator=torch.Generator().manual_seed(0))
+    owner = opt.orthogonalize(x, "gram_polynomial", dtype=torch.float16)
+    owners = relative_error(owner, opt.orthogonalize(x.double(), "gram_polynomial"))
+    result, _ = by_threads(x, 8, schedule)
+    assert relative_error(result, owner) <= 1.15 * owners
+
+
 def test_the_diagonal_of_a_square_is_rounded_once(newton_schulz) -> None:
     """Of M of the size of I, alpha M M and delta I nearly cancel: two roundings err by four."""
     made = torch.Generator().manual_seed(0)
     M = torch.randn(128, 128, generator=made) / 64
     M = (M + M.mT + torch.diag(1.9 + 0.1 * torch.rand(128, generator=made))).half()
     step = newton_schulz.Square(0, 0.8260958358, -0.263842373, -2.367149489)
-    rank = SimpleNamespace(rank=1, world=2, gathered=lambda _: M)
-    found = newton_schulz._RowBlocks(rank).square(M[None, 64:], M[None, 64:], step)[0]
     exact = step.alpha * M.double() @ M.double() + step.beta * M.double()
-    exact = (exact + step.delta * torch.eye(128, dtype=torch.float64))[64:]
-    diagonal, wanted = found.diagonal(offset=64).double(), exact.diagonal(offset=64)
+    exact += step.delta * torch.eye(128, dtype=torch.float64)
+    rank = SimpleNamespace(rank=1, world=2, gathered=lambda _: M)
+    rows = newton_schulz._RowBlocks(rank).square(M[None, 64:], M[None, 64:], step)[0]
+    factors = {"alpha": step.alpha, "beta": step.beta, "delta": step.delta}
+    whole = newton_schulz.square(M[None], M[None], **factors)[0]
     unit = torch.finfo(torch.float16).eps / 2
-    assert ((diagonal - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-6).all()
-    assert ((found.double() - exact).abs() <= 4 * unit).all()
+    for found, first in ((rows, 64), (whole, 0)):
+        assert ((found.double() - exact[first:]).abs() <= 4 * unit).all()
+        diagonal, wanted = found.diagonal(first).double(), exact[first:].diagonal(first)
+        assert ((diagonal - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-6).all()
 
 
 def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:
@@ -161,8 +178,8 @@ def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_
     result, noted = by_threads(x, 8)
     alone = entry.Alone(8, noted)
     for _ in range(2):  # it begins anew each time
-        rows = newton_schulz.normalized(x[:16], torch.float32, alone)
-        share = newton_schulz.iterated(rows, 128, "gram_polynomial", 5, "auto", alone)
+        decided = "gram_polynomial", 5, "auto", torch.float32, alone
+        share = newton_schulz.of_rows(x[:16], [16] * 8, *decided)
         assert torch.equal(share, result[:16])
 
 
@@ -172,7 +189,7 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     assert faster("gram_polynomial", 8192, 8192, 8, half) == "rs_ag"
     assert faster("gram_polynomial", 65536, 1024, 8, half) == "gram_ar"
     assert faster("gram_newton_schulz", 16384, 2048, 8, half) == "gram_ar"
-    # One all-reduce costs a gather and a scatter; every square a gather more.
-    for schedule, pieces in (("gram_ar", 4), ("rs_ag", 14)):
+    # One all-reduce costs a gather and a scatter; every square a gather more. A square X turns twice.
+    for schedule, pieces in (("gram_ar", 6), ("rs_ag", 16)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)

@@ -9,8 +9,9 @@ rs_ag    rank r has rows of A and of every power of it: a reduce-scatter, and an
          power, but none of the work is done twice
 
 Partial Gram matrices travel in the dtype of the iterates and are added in float32, for both
-schedules: an exchange, a sum, one rounding. A wide matrix is exchanged for the rows of its
-transpose, and back.
+schedules: an exchange, a sum, one rounding. A wide or square matrix is exchanged for the rows of
+its transpose, and back. A square one needs it for its bits alone: an owner takes X X^T of it, and
+in half precision two results by different Gram matrices are as far apart as independent ones.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ..orthogonalize.products import (
     in_float32,
     runs_symmetric,
     square,
+    square_diagonal,
     symmetric,
 )
 from . import collectives
@@ -69,8 +71,8 @@ class Ranks(Protocol):
     def gathered(self, rows: Tensor) -> Tensor:
         """Every rank's rows (n / W, n), one below the other."""
 
-    def transposed(self, x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
-        """The rows of X^T that `columns` gives this rank, of X in `rows` per rank."""
+    def exchanged(self, going: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Elements for every rank in its turn, for those of every rank; how many, each way."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,8 @@ class Collectives:
     def gathered(self, rows: Tensor) -> Tensor:
         return collectives.gather_rows(rows, self.group)
 
-    def transposed(self, x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
-        going = torch.cat([part.reshape(-1) for part in x.split([*columns], dim=1)])
-        mine = columns[self.rank]
-        sizes = [x.shape[0] * c for c in columns], [r * mine for r in rows]
-        coming = collectives.exchange_uneven(going, *sizes, self.group).split(sizes[1])
-        parts = [part.view(r, mine).t() for part, r in zip(coming, rows, strict=True)]
-        return torch.cat(parts, dim=1)
+    def exchanged(self, going: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return collectives.exchange_uneven(going, sent, received, self.group)
 
 
 @torch.no_grad()
@@ -158,13 +155,36 @@ def sharded_newton_schulz(
         return x_shard.new_empty(x_shard.shape, dtype=dtype)
     picked = chosen_method(m, n, dtype, x_shard.device, steps, method)
     with without_autocast(x_shard.device), ieee_float32(x_shard.device, dtype):
-        x = normalized(x_shard, dtype, ranks)
-        if m >= n:
-            return iterated(x, m, picked, steps, schedule, ranks)
-        columns = [len(part) for part in torch.arange(n).tensor_split(ranks.world)]
-        x = ranks.transposed(x, rows, columns)
-        x = iterated(x, n, picked, steps, schedule, ranks)
-        return ranks.transposed(x, columns, rows).contiguous()
+        return of_rows(x_shard, rows, picked, steps, schedule, dtype, ranks)
+
+
+def of_rows(
+    x: Tensor,  # (m_r, n), not normalized
+    rows: Sequence[int],  # of every rank
+    method: str,
+    steps: int,
+    schedule: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> Tensor:
+    """`sharded_newton_schulz` of arguments that are decided."""
+    m, n = sum(rows), x.shape[1]
+    if schedule == "auto":
+        schedule = faster(method, m, n, ranks.world, dtype)
+    x = normalized(x, dtype, ranks)
+    if m > n:
+        return iterated(x, method, steps, schedule, ranks)
+    columns = [len(part) for part in torch.arange(n).tensor_split(ranks.world)]
+    x = iterated(transposed(x, rows, columns, ranks), method, steps, schedule, ranks)
+    return transposed(x, columns, rows, ranks)
+
+
+def transposed(x: Tensor, rows: Sequence[int], columns: Sequence[int], ranks: Ranks) -> Tensor:
+    """The rows of X^T that `columns` gives this rank, of X in `rows` per rank."""
+    mine = columns[ranks.rank]
+    sizes = [x.shape[0] * c for c in columns], [r * mine for r in rows]
+    coming = ranks.exchanged(x.t().reshape(-1), *sizes).split(sizes[1])
+    return torch.cat([part.view(mine, r) for part, r in zip(coming, rows, strict=True)], dim=1)
 
 
 def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> list[int]:
@@ -208,7 +228,6 @@ def normalized(x: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor:
 
 def iterated(
     x: Tensor,  # (m_r, n) of norm START_NORM
-    m: int,
     method: str,
     steps: int,
     schedule: str,
@@ -216,8 +235,6 @@ def iterated(
 ) -> Tensor:
     """The rows of a method's result, of rows of a tall or square X (m, n)."""
     n = x.shape[1]
-    if schedule == "auto":
-        schedule = faster(method, m, n, ranks.world, x.dtype)
     # Blocks of rows of n x n matrices are equal, and rows such as compiled products take. Zero
     # columns stay zero.
     unit = ranks.world * (ALIGNMENT if x.is_cuda else 1)
@@ -347,11 +364,8 @@ class _RowBlocks(_Powers):
     def square(self, M: Tensor, C: Tensor, step: Square) -> Tensor:
         out = _product(M, self.whole(M), C, alpha=step.alpha, beta=step.beta)
         if step.delta:
-            # Rounded twice, it would err alike in all of its elements, which n does not average.
-            wide = torch.promote_types(M.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(M[0], dim=1, dtype=wide)  # M M of a symmetric M
-            diagonal = norms.square_().mul_(step.alpha).add_(self._diagonal(C), alpha=step.beta)
-            self._diagonal(out).copy_(diagonal.add_(step.delta))
+            factors = {"alpha": step.alpha, "beta": step.beta, "delta": step.delta}
+            square_diagonal(M[0], self._diagonal(C), self._diagonal(out), **factors)
         return out
 
     def _diagonal(self, M: Tensor) -> Tensor:
@@ -407,12 +421,17 @@ def predicted_s(
 
     The same number on every rank. Half-precision rates; in other dtypes it compares well enough.
     """
+    turns = 0.0
+    if m <= n:
+        turns = 2 * (m * n * dtype.itemsize * (world - 1) / world**2 / WIRE + LATENCY)
+        m, n = n, m
     grams, squares = {"gram_polynomial": (2, 10), "gram_newton_schulz": (2, 12)}.get(method, (5, 5))
     if method == "gram_newton_schulz" and schedule == "rs_ag":
         grams, squares = 5, 5
     share = grams * 3 * m * n * n / world  # a Gram matrix by halves, and X times a polynomial
     piece = n * n * dtype.itemsize * (world - 1) / world / WIRE + LATENCY
     if schedule == "gram_ar":
-        return (share + squares * n**3) / (EFFICIENCY * H200_RATE) + 2 * grams * piece
-    flop = share + squares * 2 * n**3 / world
-    return flop / (EFFICIENCY * H200_RATE) + (2 * grams + squares) * piece
+        flop, pieces = share + squares * n**3, 2 * grams
+    else:
+        flop, pieces = share + squares * 2 * n**3 / world, 2 * grams + squares
+    return flop / (EFFICIENCY * H200_RATE) + pieces * piece + turns
