@@ -193,7 +193,8 @@ def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> 
     apart = distance(result, owner)
     print(f"{SHARE}: {apart:.2e} from the owner's result, at most {TOLERANCE:.0e} is right")
     exact = built.package.orthogonalize(x, method, dtype=torch.float64)
-    print(f"{SHARE}: from float64 {distance(result, exact):.2e}, owner {distance(owner, exact):.2e}")
+    from_exact = f"{distance(result, exact):.2e}, owner {distance(owner, exact):.2e}"
+    print(f"{SHARE}: from float64 {from_exact}")
     del exact
     baseline = f"orthogonalize of {side} x {side}"
     if not apart <= TOLERANCE:

@@ -189,7 +189,7 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     assert faster("gram_polynomial", 8192, 8192, 8, half) == "rs_ag"
     assert faster("gram_polynomial", 65536, 1024, 8, half) == "gram_ar"
     assert faster("gram_newton_schulz", 16384, 2048, 8, half) == "gram_ar"
-    # One all-reduce costs a gather and a scatter; every square a gather more. A square X turns twice.
+    # One all-reduce costs a gather and a scatter; every square a gather more. X turns twice.
     for schedule, pieces in (("gram_ar", 6), ("rs_ag", 16)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
