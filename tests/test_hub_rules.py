@@ -60,13 +60,13 @@ def _files(package: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def facade_findings(package: Path) -> list[str]:
-    """__init__.py: imports, `__all__` and `__version__`; layers.py: imports and classes."""
+    """__init__.py: imports and `__all__`; layers.py: imports and classes."""
     return [
         f"{place(path, package, node.lineno)}: {ast.unparse(node):.20} does not belong here"
         for path in (package / "__init__.py", package / "layers.py")
         for node in parse(path).body
         if not isinstance(node, ast.Import | ast.ImportFrom)
-        and not (isinstance(node, ast.Assign) and _targets(node)[0] in ("__all__", "__version__"))
+        and not (isinstance(node, ast.Assign) and _targets(node) == ["__all__"])
         and not (isinstance(node, ast.ClassDef) and path.stem == "layers")
         and not _is_docstring(node)
     ]

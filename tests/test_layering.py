@@ -26,6 +26,7 @@ pytestmark = pytest.mark.static
 # A layer is a sub-package, or a module that lies directly in the package. It may import itself and
 # what stands here; `reference` is open to all. "kernels.communication" opens that of a layer alone.
 ARROWS: dict[str, frozenset[str]] = {
+    "version": frozenset(),
     "_ops": frozenset(),  # generated: the namespace of the compiled ops
     "reference": frozenset(),
     "dispatch": frozenset({"_ops"}),

@@ -266,12 +266,45 @@ def test_a_cuda_build_of_torch_without_a_gpu_is_told_of_the_backend(
     assert 'there is no GPU: `get_kernel(..., backend="cpu")` takes' in text
 
 
-def test_a_version_is_not_looked_at_in_a_checkout(opt, repo_id: str) -> None:
-    """The client's rule, which docs/troubleshooting.md tells; what was loaded says its version."""
+def test_another_version_than_that_of_the_checkout_is_refused(repo_id: str, local: dict[str, str]):
+    """Which the client does not look at. The right one loads in the same process afterwards."""
+    code = f"""
     from kernels import get_kernel
+    try:
+        get_kernel({repo_id!r}, version=2, backend="cpu")
+    except ValueError as error:
+        print(error)
+    opt = get_kernel({repo_id!r}, version=1, backend="cpu")
+    print(opt.__version__, opt.reference.__name__ == opt.__name__ + ".reference")
+    """
+    refused, loaded = run(code, **local).splitlines()
+    assert refused.startswith(f"version=2 of {repo_id} was asked for, and {ROOT}, which LOCAL")
+    assert "has version 1. Write version=1" in refused
+    assert loaded == "1 True"
 
-    loaded = get_kernel(repo_id, version=2, backend="cpu")
-    assert loaded.__version__ == opt.__version__ == "1"
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'get_kernel({repo_id!r}, revision="main", backend="cpu")',
+        "load_here()",
+        'above["get_kernel"]("org/above", version=7)',
+    ],
+)
+def test_nobody_asked_for_a_version_of_the_checkout(
+    repo_id: str, local: dict[str, str], call: str
+) -> None:
+    """But for a revision, for its folder, or for a kernel of another repository that loads it."""
+    code = f"""
+    from pathlib import Path
+    from kernels import get_kernel, get_local_kernel
+    def load_here():
+        return get_local_kernel(Path({str(ROOT)!r}), backend="cpu")
+    above = {{"__name__": "kernels.load", "load_here": load_here}}
+    exec("def get_kernel(repo_id, *, version): return load_here()", above)
+    print({call.format(repo_id=repo_id)}.__version__)
+    """
+    assert run(code, **local) == "1\n"
 
 
 @pytest.mark.parametrize("system", ["Darwin", "MINGW64_NT-10.0"])

@@ -11,6 +11,9 @@ into models of transformers and PEFT. `tensor_parallel` is the third, for layers
 same kind. `explain` says which path an operation takes on a device, and why.
 """
 
+from .version import __version__ as __version__  # first: it refuses what was not asked for
+
+# isort: split
 from . import integrations, layers, moe, tensor_parallel
 from .distributed import CommUnavailable, all_gather_lc, reduce_scatter_lc
 from .explain import explain
@@ -47,8 +50,6 @@ from .orthogonalize import (
     polar_express,
     polar_express_coefficients,
 )
-
-__version__ = "1"  # as in build.toml
 
 __all__ = [
     "COEFFICIENT_SETS",
