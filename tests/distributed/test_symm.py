@@ -319,6 +319,66 @@ def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
         assert sum(n for name, n in answer["names"].items() if "CatArray" in name) <= 1
 
 
+def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
+    """Steps that go as asked, beside those of the all-to-all; what the last one runs on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    mesh, place = mesh_of((distributed.get_world_size(),)), [placement("S0")]
+    generator = torch.Generator().manual_seed(4)
+    starts = [torch.randn((1024, 512), generator=generator).to(device()) for _ in range(24)]
+    found: dict[str, Any] = {}
+    with Staged(opt):
+        for transport in ("nccl", name):
+            params = [
+                nn.Parameter(distribute_tensor(s, mesh, place, src_data_rank=None)) for s in starts
+            ]
+            for param in params:
+                param.grad = param.detach().clone()
+            config = opt.DistributedConfig(
+                torch.float32, chunk_size=4, cuda_graphs=False, transport=transport, strict=strict
+            )
+            optimizer = opt.Muon(params, lr=0.02, distributed=config)
+            for _ in range(3):
+                optimizer.step()
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                optimizer.step()
+                torch.cuda.synchronize()
+            optimizer.state_dict()
+            found["rows"] = optimizer.comm_report()
+            found[transport] = [bits(local(param.detach())) for param in params]
+    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    same = found.pop("nccl") == found.pop(name, None)
+    return found | {"same": same, "names": sorted({event.name for event in events})}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_auto_decides_alike_on_all_ranks(gpu_ranks, count) -> None:
+    """By the predicted duty, and below its crossover by what rank 0 measured."""
+    answers = gpu_ranks(count).run(by_transport, "auto", False)
+    write_log(f"auto-{count}", answers)
+    reasons = {row["reason"] for answer in answers for row in answer["rows"]}
+    taken = {row["transport"] for answer in answers for row in answer["rows"]}
+    assert all(answer["same"] for answer in answers)
+    (reason,) = {reason.split("; ")[0] for reason in reasons}
+    print(f"{count} ranks:", taken, reason)
+    assert reason.startswith(("calibration: ", "duty above crossover: "))
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_copy_engines_of_nccl_have_the_bits_of_the_all_to_all(doomed, count) -> None:
+    """On a GPU per rank; NCCL's kernels for an all-to-all are not in the trace."""
+    if torch.cuda.device_count() < count:
+        pytest.skip("NCCL takes a GPU per rank")
+    answers = doomed(count).run(by_transport, "nccl_ce", True, timeout=90)
+    write_log(f"nccl_ce-{count}", answers)
+    for answer in answers:
+        assert answer["same"]
+        assert {row["transport"] for row in answer["rows"]} == {"nccl_ce"}
+        moved = [name for name in answer["names"] if "SendRecv" in name or "AlltoAll" in name]
+        assert not moved, answer["names"]
+
+
 TIMEOUT_MS = 4000
 FAULTY, RANKS = 1, 3
 FEW_SHAPES = [(64, 32), (32, 64), (64, 32), (96, 96), (64, 32), (33, 65)]
