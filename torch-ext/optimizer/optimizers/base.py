@@ -108,10 +108,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """The state that this process keeps for a parameter."""
         return slots_of(param, name, options, where)
 
-    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
-        """The part of a parameter's saved state that this process keeps."""
-        return saved
-
     def note_refused_load(self) -> None:
         """A state_dict was refused, or a part of one that other processes have parts of."""
 
@@ -248,10 +244,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 slots = self.slots(param, name, options, here)
                 if without:
                     continue
-                saved_one = self.saved_here(param, saved_state.pop(saved_id, None), slots)
-                loading[param] = loaded_state(
-                    saved_one, slots, param, here, offloaded=self.offloaded
-                )
+                saved_one = saved_state.pop(saved_id, None)
+                kept = saved_one if slots else {}  # else another rank has it
+                loading[param] = loaded_state(kept, slots, param, here, offloaded=self.offloaded)
             check_names(options, self._names[number], where)
         unlisted = [key for key in saved_state if isinstance(key, int)]
         if unlisted:

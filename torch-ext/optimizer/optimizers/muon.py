@@ -61,7 +61,7 @@ class Muon(MuonBase):
             none. A dict with q_indices and k_indices (the query head and the key head of every
             entry of a layer's `qk_logits`), head_dim (128) and threshold (100.0); for MLA is_mla,
             qk_nope_head_dim, qk_rope_head_dim and v_head_dim. See `ClipConfig`.
-        none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.
+        none_grad: set `p.grad = None` at the end of a step; False leaves it bit for bit.
         debug: log `report()` at INFO whenever the work is planned.
         process_group: the ranks that hold the same plain parameters and, after
             DistributedDataParallel has reduced them, the same gradients. Each orthogonalizes its

@@ -142,9 +142,6 @@ class Plan:
     sizes: list[int]  # entries of each of these
     numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
     chunks: list[list[Chunk]]  # none for AdamW
-    empty: list[
-        list[Tensor]
-    ]  # parameters without elements, whose gradients are let go all the same
     clips: list[Batch]  # what QK-clip scales
     rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
     shared: Shared  # what several ranks work on
@@ -222,7 +219,6 @@ class Chunk:
 
     members: tuple[Member, ...]
     matrix: tuple[int, int]  # (m, n)
-    finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
     whole: bool  # every member is a whole plain matrix: nothing to cut, nothing to reshape
 
     @cached_property
@@ -262,12 +258,9 @@ def plan_chunks(
     *,
     contiguous: bool,
 ) -> list[Chunk]:
-    """Bucket the blocks of all parameters by shape and fill equal batches, in order.
+    """Bucket all blocks, of (number, parameter, blocks), by shape and fill equal batches, in order.
 
-    Args:
-        parameters: number in the optimizer, parameter, and the matrices it is cut into.
-        state: of the optimizer.
-        contiguous: as of `Blocks.pieces`.
+    `contiguous`: as of `Blocks.pieces`.
     """
     buckets: dict[tuple, list[Member]] = {}
     for number, param, blocks in parameters:
@@ -283,17 +276,15 @@ def plan_chunks(
         for (matrix, dtype, device), members in buckets.items()
         for batch in _batches(members, matrices_at_once(*matrix, dtype, device))
     ]
-    last = {member.param: i for i, (_, batch) in enumerate(batches) for member in batch}
     return [
         Chunk(
             members=tuple(batch),
             matrix=matrix,
-            finished=frozenset(m.param for m in batch if last[m.param] == i),
             whole=all(
                 is_plain(m.param) and m.piece.uncut and m.param.shape == matrix for m in batch
             ),
         )
-        for i, (matrix, batch) in enumerate(batches)
+        for matrix, batch in batches
     ]
 
 
@@ -423,10 +414,6 @@ class OnDevice:
             states=[self._state[param] for param in params],
             first=[0] * len(params),
         )
-
-    def finished(self, batch: Together) -> Sequence[Tensor]:
-        """Parameters of which no later batch has a part."""
-        return batch.params
 
 
 def _together(params: Sequence[Tensor], state: State) -> list[Together]:

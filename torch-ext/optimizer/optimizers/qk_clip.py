@@ -247,11 +247,7 @@ def clip(
 ) -> None:
     """Scale the heads of every layer that has logits, whether it had gradients or not.
 
-    Args:
-        batches: from `plan_batches`.
-        logits: from `check_logits`.
-        rows: parameter -> the rows of it that this process holds, for sharded ones.
-        residuals: parameter -> what its rounding kept back (int16, the parameter's local shape).
+    This process holds some `rows` of parameters; `residuals` (int16): what rounding kept back.
     """
     for batch in batches:
         present = [number for number in batch.layers if number in logits]
@@ -291,11 +287,6 @@ def largest_logits(
     One all-reduce per batch of layers and team, of all its layers, whatever a rank was given: so
     no rank waits for one that measured nothing. A layer that no rank has logits for gets -inf,
     which clips nothing.
-
-    Args:
-        batches: from `plan_batches`.
-        logits: of this rank's part of the data.
-        team_of: the ranks that hold a parameter.
     """
     found = dict(logits)
     for batch in batches:

@@ -69,8 +69,6 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
     # Contributions to a gradient are packed for the owner instead, who has the momentum.
     with stage(f"muon::{work.prepares}"):
         work.prepare()
-        if options.none_grad:
-            work.release()
     # Pieces of directions go to the owner of their matrix, contributions to that of their momentum.
     if work.communicates:
         yield None
@@ -158,10 +156,6 @@ class Local:
             **options.momentum_rule,
             whole=work.whole,
         )  # (B, m, n)
-
-    def release(self) -> None:
-        for param in self.chunk.finished:
-            param.grad = None
 
     def orthogonalize(self, iteration: Callable[..., Tensor]) -> None:
         self.updates = iteration(self.directions)  # (B, m, n)
@@ -340,6 +334,7 @@ class MuonBase(OffloadingOptimizer):
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
+        self._drop_gradients()
         self._ranks.consistency.end_writing()
         plan.shared.graphs.tell_failures()
         return loss
@@ -474,9 +469,6 @@ class MuonBase(OffloadingOptimizer):
                 for batch in state.batches(number):
                     with timed(number, state.device_of(batch)):
                         self._step_adamw(batch, plan, group, state, usual=usual[number])
-            if group.none_grad:
-                for param in plan.empty[number]:
-                    param.grad = None
             for chunk in plan.chunks[number]:
                 work = chunk if usual[number] else chunk.with_gradients()
                 if work.members:
@@ -493,7 +485,7 @@ class MuonBase(OffloadingOptimizer):
         own_work: Callable[[], None],
     ) -> None:
         """What several ranks work on, with everything else under its first gathers."""
-        run, unreduced = shared.begin(self.state, state, options), self._ranks.unreduced
+        run, unreduced = shared.begin(self.state, state), self._ranks.unreduced
 
         def phases(chunks: Iterable[tuple[int, Any]]) -> Iterator[Phases]:
             for number, chunk in chunks:
@@ -515,11 +507,6 @@ class MuonBase(OffloadingOptimizer):
             run_pipeline(phases(in_turn(shared.home)))
 
         run_pipeline(phases(shared.order), ahead=shared.config.prefetch, meanwhile=meanwhile)
-        for group, of_group in zip(self.param_groups, options, strict=True):
-            if of_group.none_grad:  # also where this rank had nothing to do for them
-                for param in group["params"]:
-                    if self._ranks.may_share(param):
-                        param.grad = None
 
     def _step_adamw(
         self,
@@ -534,9 +521,6 @@ class MuonBase(OffloadingOptimizer):
         with stage("muon::adamw"):
             adamw(state.adamw(batch, usual=usual), self.state, plan.numbers, options)
         state.leave(batch)
-        if options.none_grad:
-            for param in state.finished(batch):
-                param.grad = None
 
     def _clip(self, plan: Plan, logits: Mapping[int, Tensor]) -> None:
         """QK-clip of what this process holds, before the rounding where that is kept."""
@@ -681,7 +665,6 @@ class MuonBase(OffloadingOptimizer):
             sizes=[*map(len, filled)],
             numbers=numbers,
             chunks=chunks,
-            empty=[[p for _, p in of_group if not p.numel()] for of_group in labelled],
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
             shared=shared,
@@ -749,6 +732,3 @@ class MuonBase(OffloadingOptimizer):
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
         return self._ranks.keeps(param, slots_of(param, name, options, where), options)
-
-    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
-        return saved if slots else {}

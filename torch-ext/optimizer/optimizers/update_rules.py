@@ -236,13 +236,7 @@ def adamw(
     """One step for any number of tensors of any shapes; gradients are only read.
 
     One call per device; float64, for which there is no kernel, has one of its own. Work that is
-    uniform is one call as it stands.
-
-    Args:
-        work: tensors, gradients and state, of one group.
-        state: of the optimizer, with the counters of stochastic rounding.
-        numbers: of the parameters in the optimizer.
-        options: of the group.
+    uniform is one call as it stands. `numbers`: of the parameters in the optimizer.
     """
     parts = [work]
     if not work.uniform:
@@ -267,10 +261,8 @@ def adamw_on(
     states: Sequence[Mapping[str, Tensor]],  # exp_avg, exp_avg_sq, step of each
     options: AdamWOptions,
 ) -> None:
-    """The same for parameters, or parts of them, with gradients and state from elsewhere."""
-    for members in _calls(params, grads):
-        lists = ([of_all[k] for k in members] for of_all in (params, grads, states))
-        _step(*lists, options, Rounding())
+    """The same for tensors of one device, all or none float64, whose state is given with them."""
+    _step(params, grads, states, options, Rounding())
 
 
 def _calls(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[list[int]]:

@@ -239,15 +239,9 @@ def config_of(
     warmup_step: int | None = None,
     chunk_size: int | None = None,
 ) -> DistributedConfig:
-    """The record of an optimizer's arguments.
+    """The record of an optimizer's arguments; None is what was not given.
 
-    Args:
-        distributed: as given.
-        warmup_step: `prefetch` by the name that it has in Motif's optimizer; None where not given.
-        chunk_size: the field, as a keyword; None where not given.
-
-    Raises:
-        ValueError, TypeError: one is invalid or given twice.
+    `warmup_step` is `prefetch` by the name that it has in Motif's optimizer.
     """
     if distributed is not None and not isinstance(distributed, DistributedConfig):
         raise TypeError(f"distributed must be a DistributedConfig or None, got {distributed!r}")

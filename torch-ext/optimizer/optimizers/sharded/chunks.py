@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import ALIGNMENT, Box, Job, Message, Part, Route, Run, Team
+from ...distributed import ALIGNMENT, Box, Job, Message, Part, Route, Run, Team, make_route
 from .buffers import made_once
 
 
@@ -212,18 +212,19 @@ def chunk_of(
     members: Sequence[SharedMatrix],
     owners: Sequence[int],
     wire: torch.dtype,
-    planned: Route,
+    **route: Any,
 ) -> SharedChunk:
-    """A chunk of matrices of one shape with its route, and this rank's boxes of them."""
-    first = members[0]
+    """A chunk of matrices of one shape, with the `make_route` of it and this rank's boxes."""
+    first, jobs = members[0], [member.job for member in members]
+    planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, **route)
     sent = {(part.job, _corner(part.box)): part for part in planned.sent.parts}
     size = first.matrix[0] * first.matrix[1] * wire.itemsize
     parts = planned.gathered.parts
     place = {id(part): number for number, part in enumerate(planned.sent.parts)}
     held = [
         Held(number, box, sent.get((number, _corner(box))))
-        for number, member in enumerate(members)
-        for box in member.job.held(team.rank)
+        for number, job in enumerate(jobs)
+        for box in job.held(team.rank)
     ]
     fits = len(parts) == len(planned.owned) and all(
         part.start == slot * size and part.stop == (slot + 1) * size

@@ -23,25 +23,20 @@ from torch import Tensor
 from ...distributed import Team, Transport, exchange, extremes
 from ..groups.options import AdamWOptions, MuonOptions, option_names
 from ..groups.parameters import is_dtensor
-from .buffers import lasting
+from .buffers import DistributedConfig, lasting
 from .chunks import SmallChunk, parts_of
 
 logger = logging.getLogger(__name__)
 
 OWNERS = "owners, which follow from the kind of GPU"
 DIGESTED = ("shapes, dtypes and placements", "clip_config", OWNERS)
+# Fields of DistributedConfig that ranks may have apart.
+APART = frozenset({"cuda_graphs", "timeout", "strict", "timeout_ms"})
 # What decides the messages between ranks, beside the options of groups.
 LAYOUT = (
     "gradients",
     "reduce_op",
-    "wire_dtype",
-    "prefetch",
-    "chunk_size",
-    "in_flight_bytes",
-    "transport",
-    "slots",
-    "min_bytes",
-    "reduce_in_backward",
+    *(name for name in DistributedConfig.__dataclass_fields__ if name not in APART),
     "number of groups",
     "number of parameters",
     *DIGESTED,
@@ -75,7 +70,7 @@ class Common:
         *,
         alike: bool | None,
     ) -> None:
-        """Note the layout of a plan: its chunks per group, and settings of the names in LAYOUT."""
+        """Note the layout of a plan: its chunks per group, and settings of names in LAYOUT."""
         found = {
             **settings,
             "number of groups": len(self.groups),
@@ -85,8 +80,8 @@ class Common:
         }
         self.alike = alike
         self.layout = {
-            name: str(word(str(value)) if name in DIGESTED else value)
-            for name, value in found.items()
+            name: str(word(str(found[name])) if name in DIGESTED else found[name])
+            for name in LAYOUT
         }
 
 
@@ -212,7 +207,10 @@ class _OwnNumbers:
         self.common = common
         self.device = common.labelled[0][1].device
         self.present: list[bool] = []
-        self._options = OptionWords(common.groups)
+        # Per group what its options were, and their texts; a word per option of all of them.
+        self._seen: list[Any] = [None] * len(common.groups)
+        self._texts: list[dict[str, str]] = [{} for _ in common.groups]
+        self._words = dict.fromkeys(OPTIONS, word(""))
         self._layout = [word(common.layout[name]) for name in LAYOUT]
         self._said: list[int] = []
         self._gradients: list[int] = []
@@ -229,7 +227,7 @@ class _OwnNumbers:
         present = [param.grad is not None for _, param in self.common.labelled]
         if present != self.present:
             self.present, self._gradients = present, _bits(present)
-        words = self._options.renew(options, fingerprints)
+        words = self._renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
         saying = [*self._layout, *words, *(0 for _ in NUMBERS), *flags, *self._gradients]
@@ -245,6 +243,31 @@ class _OwnNumbers:
             if there:
                 self._numbers[place].copy_(on_device(there, self.device))
         return self._numbers
+
+    def _renew(self, options: Options, fingerprints: Sequence[Any]) -> list[int]:
+        """The words for the options of all groups as they are now: those that changed are new."""
+        changed: set[str] = set()
+        for k, number in enumerate(self.common.groups):
+            group, texts = options[number], self._texts[k]
+            rates = [value for value in (group.lr, group.weight_decay) if isinstance(value, Tensor)]
+            # Numbers in Tensors of the host change without a new fingerprint.
+            read = [value.item() for value in rates if not is_on_device(value)]
+            seen, before = (*fingerprints[number], read), self._seen[k]
+            if seen == before:
+                continue
+            names = option_names(type(group))
+            if before is not None and before[0] == seen[0]:  # of the same types
+                pairs = zip(names, seen[1], before[1], strict=True)
+                names = (*NUMBERS, *(name for name, now, then in pairs if now != then))
+            for name in names:
+                text = canonical(name, getattr(group, name))
+                if texts.get(name) != text:
+                    texts[name] = text
+                    changed.add(name)
+            self._seen[k] = seen
+        for name in changed:
+            self._words[name] = word("; ".join(texts.get(name, "") for texts in self._texts))
+        return [*self._words.values()]
 
 
 class Consistency:
@@ -277,16 +300,8 @@ class Consistency:
         """Compare options and gradients of all ranks, and read the last comparison.
 
         On the CPU the answer is waited for. On a device it is read at the next call, so that no
-        step waits for it, but where the plan is new, whose messages must have one layout.
-
-        Args:
-            teams: of the plan.
-            options: of all groups.
-            fingerprints: of these.
-            rates: per team what functions in adjust_lr_fn returned, if there are any.
-            initial: this rank has nothing to do but make its state.
-            new: nothing was chosen yet for the messages of this rank's plan.
-            dropped: how often what had left in backward was taken back, since the plan was made.
+        step waits for it, but where the plan is `new`: nothing was chosen yet for its messages,
+        which must have one layout. `initial`: this rank has nothing to do but make its state.
 
         Returns:
             Whether all ranks are `initial`; and per team, if this rank's plan is `new`, whether
@@ -305,11 +320,7 @@ class Consistency:
         return everywhere, [bool(one.found[1, NEW]) for one in comparisons] if new else []
 
     def check(self) -> None:
-        """Read the last comparison now, since state goes out.
-
-        Raises:
-            RuntimeError: ranks differ, or a step went wrong and no state was loaded since.
-        """
+        """Read the last comparison now, since state goes out; RuntimeError as of `step`."""
         self.check_unbroken()
         self._read()
 
@@ -395,13 +406,9 @@ class Consistency:
         """Read the comparisons that a step must not go on without; the others are read later.
 
         On the CPU that is all of them. On a device it is, where the plan is new, whether ranks have
-        the same layout and options, and everything before gradients are compared.
-
-        Returns:
-            Whether all ranks are `initial`.
-
-        Raises:
-            RuntimeError: one of them is bad. Then none is read later: this step writes nothing.
+        the same layout and options, and everything before gradients are compared. Returns whether
+        all ranks are `initial`. If one of them is bad, none is read later: this step writes
+        nothing.
         """
         later: list[Comparison] = []
         compared = self._compared
@@ -535,61 +542,6 @@ def is_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-class OptionWords:
-    """A word per option of some groups, renewed where one of them changed."""
-
-    def __init__(self, groups: Sequence[int]) -> None:
-        self._groups = groups
-        self._seen: list[Any] = [None] * len(groups)
-        self._texts: list[dict[str, str]] = [{} for _ in groups]
-        self._words = dict.fromkeys(OPTIONS, word(""))
-
-    def renew(
-        self,
-        options: Sequence[MuonOptions | AdamWOptions],
-        fingerprints: Sequence[tuple[list[type], list[Any]]],
-    ) -> list[int]:
-        """The words for the options as they are now.
-
-        Args:
-            options: of all groups of the optimizer.
-            fingerprints: of these.
-        """
-        changed: set[str] = set()
-        for k, number in enumerate(self._groups):
-            seen = fingerprints[number]
-            if read := _read_on_host(options[number]):
-                seen = (*seen, read)
-            if seen != self._seen[k]:
-                texts = self._texts[k]
-                for name in _to_renew(option_names(type(options[number])), seen, self._seen[k]):
-                    text = canonical(name, getattr(options[number], name))
-                    if texts.get(name) != text:
-                        texts[name] = text
-                        changed.add(name)
-                self._seen[k] = seen
-        for name in changed:
-            self._words[name] = word("; ".join(texts.get(name, "") for texts in self._texts))
-        return [*self._words.values()]
-
-
-def _to_renew(names: Sequence[str], seen: tuple[Any, ...], before: Any) -> set[str]:
-    """The options that may mean something else than `before`, None at first.
-
-    Numbers that may be in Tensors always do: a fingerprint has nothing of their values.
-    """
-    if before is None or before[0] != seen[0]:  # the types
-        return {*names}
-    pairs = zip(names, seen[1], before[1], strict=True)
-    return {*NUMBERS, *(name for name, now, then in pairs if now != then)}
-
-
-def _read_on_host(group: MuonOptions | AdamWOptions) -> list[float]:
-    """Numbers in Tensors of the host, which change without a new fingerprint."""
-    values = group.lr, group.weight_decay
-    return [v.item() for v in values if isinstance(v, Tensor) and not is_on_device(v)]
-
-
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The bits of some numbers folded into one, by their device: 0-D int64."""
     wide = torch.stack([t.detach().reshape(()).to(device, torch.float64) for t in tensors])
@@ -614,9 +566,6 @@ def compare_replicas(
 
     Returns:
         Whether there is nothing more to compare; there is as long as no replica has a gradient.
-
-    Raises:
-        RuntimeError: a replica has other gradients.
     """
     from torch import distributed
 

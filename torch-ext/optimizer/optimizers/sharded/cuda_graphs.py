@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,24 +86,6 @@ class Graphs:
             self._capture[device, pool] = capturer(device, room)
         return self._capture[device, pool]
 
-    def run(
-        self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
-    ) -> bool:
-        """Run a stage, or replay it.
-
-        Args:
-            name: of the stage in the plan.
-            device: its own.
-            key: returns all that it depends on; None for a stage that cannot be captured this time.
-            body: writes nothing but tensors on the device that are known by the key.
-
-        Returns:
-            Whether it was replayed.
-        """
-        graph = self.of_stage(name, device, key, body)
-        (body if graph is None else graph.replay)()
-        return graph is not None
-
     def of_stage(
         self,
         name: Hashable,
@@ -113,7 +94,15 @@ class Graphs:
         body: Body,
         pool: str = HERE,
     ) -> Replayable | None:
-        """The graph of a stage, with arguments as of `run`; None as long as it has none."""
+        """The graph of a stage; None as long as it has none.
+
+        Args:
+            name: of the stage in the plan.
+            device: its own.
+            key: returns all that it depends on; None for a stage that cannot be captured this time.
+            body: writes nothing but tensors on the device that are known by the key.
+            pool: where its memory is.
+        """
         if self._of(device, pool) is None or key is None:
             return None
         stage = self._stages.setdefault(name, _Stage())
@@ -129,12 +118,9 @@ class Graphs:
         return stage.graph
 
     def run_beside(self, device: torch.device, graph: Replayable) -> Callable[[], None]:
-        """Replay a graph of the other pool on the second stream of its device.
+        """Replay a graph of the other pool on the second stream; returns what waits for it.
 
         Away from a GPU it runs in order.
-
-        Returns:
-            What makes the current stream wait for it.
         """
         if device.type != "cuda":
             graph.replay()
@@ -311,8 +297,6 @@ class StepRun:
 
     state: State  # of the optimizer
     kept: OnDevice | InHostMemory  # where the step finds it
-    # Per parameter of groups with none_grad the chunks that still need its gradient; counted down.
-    remaining: Counter[Tensor]
     staging: Staging
     graphs: Graphs
     # What has left for its owners in backward, by the id of its chunk.
@@ -341,12 +325,13 @@ class StepRun:
         body: Body,
         touched: Sequence[Tensor] = (),
     ) -> None:
-        """`Graphs.run` for a chunk. float64 learning rates do not fit the numbers of a graph.
-
-        `touched`: what the body writes, and tells autograd of.
-        """
-        key = None if chunk.dtype == torch.float64 else key
-        if self.graphs.run((id(chunk), name), chunk.device, key, body) and touched:
+        """Run a stage of a chunk, or replay it. `touched`: what it writes and autograd is told."""
+        graph = self._graph(name, chunk, key, body, HERE)
+        if graph is None:
+            body()
+            return
+        graph.replay()
+        if touched:
             torch.autograd.graph.increment_version(touched)
 
     def stage_beside(
@@ -359,19 +344,24 @@ class StepRun:
         Returns:
             What to call before its results are used, and before memory is that it uses.
         """
-        known = None if chunk.dtype == torch.float64 else key
-        graph = self.graphs.of_stage((id(chunk), name), chunk.device, known, body, BESIDE)
+        graph = self._graph(name, chunk, key, body, BESIDE)
         if graph is None:
             body()
             return lambda: None
         return self.graphs.run_beside(chunk.device, graph)
 
-    def release(self, chunk: SharedChunk) -> None:
-        """Let go of the gradients that no later chunk needs."""
-        for param in chunk.params:
-            self.remaining[param] -= 1
-            if not self.remaining[param]:
-                param.grad = None
+    def _graph(
+        self,
+        name: str,
+        chunk: SharedChunk | SmallChunk,
+        key: Callable[[], Any] | None,
+        body: Body,
+        pool: str,
+    ) -> Replayable | None:
+        """`Graphs.of_stage`. float64 learning rates do not fit the numbers of a graph."""
+        if chunk.dtype == torch.float64:
+            return None
+        return self.graphs.of_stage((id(chunk), name), chunk.device, key, body, pool)
 
     def on_device(self, number: int, rate: Any, chunk: SharedChunk | SmallChunk) -> Any:
         """The `Rate` or the `AdamWOptions` of a group with its numbers where graphs read them."""

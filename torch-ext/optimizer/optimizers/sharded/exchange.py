@@ -78,9 +78,6 @@ class Exchange:
             self.launch_gather()
             self.wait_gather()
 
-    def release(self) -> None:
-        self._run.release(self.chunk)
-
     def launch_gather(self) -> None:
         chunk, run, route, outbox = self.chunk, self._run, self.chunk.route, self._outbox
         if self._wide is not None and self._exponents is not None:
@@ -220,10 +217,7 @@ class Exchange:
 def exponents_of(chunk: SharedChunk, largest: Tensor, jobs: Sequence[int] | Tensor) -> Tensor:
     """The exponent of each matrix's largest element here (J,), as float32 stores it.
 
-    Args:
-        chunk: the matrices.
-        largest: float32, of what is here of them.
-        jobs: which matrix each is of.
+    `largest`: float32, of what is here of them; `jobs`: which matrix each is of.
     """
     found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
     if jobs is chunk.jobs_here and chunk.places_of_jobs is not None:

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 class InBackward:
     """The chunks of a plan that may leave in backward, and how far they are.
 
-    Args:
-        chunks: in the order of a step, which sends nothing before them.
-        backwards: how many backward passes a step follows.
-        shared: the plan, which begins a step. Hooks outlive neither it nor this.
+    `backwards` passes come before a step, which begins with these chunks in their order. Hooks
+    outlive neither this nor the plan, `shared`.
     """
 
     def __init__(self, chunks: Sequence[SharedChunk], backwards: int, shared: Shared) -> None:
@@ -150,11 +148,8 @@ def sent_first(order: Sequence[tuple[int, object]], ahead: int) -> list[SharedCh
     """What a step launches before it sends anything back, of what may leave by pushes.
 
     It ends before a chunk that cannot leave in backward: one with a frozen parameter, which has no
-    gradient to wait for, and one in float16, whose scales go by a collective of the step.
-
-    Args:
-        order: (number of a group, chunk) of a plan.
-        ahead: chunks that are launched before the first is computed.
+    gradient to wait for, and one in float16, whose scales go by a collective of the step. `ahead`
+    chunks are launched before the first is computed.
     """
     opened = [part for _, chunk in order for part in parts_of(chunk) or (None,)][: ahead + 1]
     pushed = [c for c in opened if c is not None and c.team.transport.pushes(c.route.gathered)]

@@ -32,11 +32,11 @@ from ...distributed import (
     Teams,
     assign,
     chunked,
-    make_route,
 )
 from ..groups.blocks import Blocks, Piece, equal_share
 from ..groups.options import MuonOptions
 from ..groups.parameters import is_dtensor
+from ..state.slots import sharded_zeros
 from .buffers import DistributedConfig
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, chunk_of, parts_of
 
@@ -139,16 +139,10 @@ class SharedGroup:
 def plan_shared(
     groups: Sequence[SharedGroup], count: int, config: DistributedConfig
 ) -> tuple[list[list[SharedChunk]], list[list[SharedChunk]]]:
-    """Owners and chunks for the matrices of all groups.
+    """Owners and chunks for the matrices of `count` parameter groups.
 
-    Args:
-        groups: one per parameter group and team.
-        count: how many parameter groups there are.
-        config: how large chunks may be.
-
-    Returns:
-        The chunks of every group that ranks work on together, the same on every rank of a team, and
-        those of this rank alone.
+    Returns per group the chunks that ranks work on together, the same on every rank of a team, and
+    those of this rank alone.
     """
     chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
     home: list[list[SharedChunk]] = [[] for _ in range(count)]
@@ -208,9 +202,7 @@ def _chunk(
     if group.keeps_statistics:
         size = max(m, n) * torch.promote_types(first.param.dtype, torch.float32).itemsize
         extras = [Extra(size, matrix.keepers) for matrix in matrices]
-    jobs = [matrix.job for matrix in matrices]
-    planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
-    return chunk_of(team, matrices, owners, wire, planned)
+    return chunk_of(team, matrices, owners, wire, extras=extras)
 
 
 def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[Run, ...]:
@@ -290,18 +282,10 @@ class Owners:
 
     def zeros_of_slice(self, param: Tensor, dtype: torch.dtype) -> Tensor:
         """State for this rank's rows: a DTensor, which knows its place in the whole."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard
 
-        shape = tuple(param.shape)
-        here = self._rows(shape).local_shape((self.team.rank,))
-        return DTensor.from_local(
-            torch.zeros(here, dtype=dtype, device=param.device),
-            self._mesh_on(param.device),
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
-        )
+        mesh = self._mesh_on(param.device)
+        return sharded_zeros(param, tuple(param.shape), dtype, mesh, [Shard(0)])
 
     def matrix_chunks(
         self, matrices: Iterable[SharedMatrix], wire: torch.dtype, config: DistributedConfig
@@ -394,16 +378,8 @@ class Owners:
     ) -> SharedChunk:
         if owners is None:
             owners = [self.owner(member.param) for member in members]
-        planned = make_route(
-            [member.job for member in members],
-            owners,
-            self.team.rank,
-            self.team.size,
-            wire.itemsize,
-            from_all=True,
-            answer_itemsize=answer_itemsize,
-        )
-        return chunk_of(self.team, members, owners, wire, planned)
+        options = {"from_all": True, "answer_itemsize": answer_itemsize}
+        return chunk_of(self.team, members, owners, wire, **options)
 
     def _run(self, param: Tensor, where: str, rows: Run) -> SharedMatrix:
         shape = tuple(param.shape)

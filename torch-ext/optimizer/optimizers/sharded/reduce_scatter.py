@@ -127,9 +127,6 @@ class ReduceScatter:
         begun = run.begun.pop(id(chunk), None)
         self._contributions = begun or Contributions(chunk, self._present, self._owned, run)
 
-    def release(self) -> None:
-        self._batch.run.release(self.chunk)
-
     def launch_gather(self) -> None:
         self._contributions.launch()
 
@@ -404,8 +401,6 @@ def step_slices(
         contributions = run.begun.pop(id(chunk), None)
         if contributions is None:
             contributions = Contributions(chunk, [present] * len(chunk.members), owned, run)
-        if options.none_grad:
-            run.release(chunk)
     yield
     with stage("muon::launch_reduce"):
         contributions.launch()
@@ -486,9 +481,6 @@ def step_small(
 
         grads = [grad for _, grad in given]
         run.stage("contribute", small, lambda: (present, places(grads)), pack)
-        taken = [param for number, param in small.params if options[number].none_grad]
-        for param in taken:
-            param.grad = None
     yield
     with stage("muon::launch_reduce"):
         reducing = team.transport.sum(flat)

@@ -13,7 +13,6 @@ import copy
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -112,10 +111,6 @@ class Ranks:
             self._of_group = alone()
         return self._of_group
 
-    def may_share(self, param: Tensor) -> bool:
-        """Whether other ranks may step a parameter with this one, whose gradient is reduced."""
-        return is_dtensor(param) or self._group is not None
-
     def holders(self, param: Tensor) -> Team | None:
         """The ranks that hold a parameter, whole or in parts; None if only this one is known to."""
         return self.team_of(param) if self.unreduced is None else self.unreduced.team
@@ -167,12 +162,10 @@ class Ranks:
         others: Sequence[tuple[int, Sequence[tuple[str, Tensor]]]],
         count: int,
     ) -> Shared:
-        """The chunks of all groups, for gradients that are not reduced.
+        """The chunks of `count` groups, for gradients that are not reduced.
 
-        Args:
-            muon: number of a group of matrices, its options, and (label, parameter, blocks).
-            others: number of a group for AdamW, and (label, parameter).
-            count: how many groups there are.
+        `muon` and `others` have the number of each group and what it has of (label, parameter,
+        blocks) or, for AdamW, (label, parameter).
         """
         owners = self.unreduced
         assert owners is not None
@@ -283,15 +276,8 @@ class Ranks:
         settings = {
             "gradients": "reduced" if self.unreduced is None else "unreduced",
             "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
-            "wire_dtype": self.config.wire_dtype,
-            "prefetch": self.config.prefetch,
-            "chunk_size": self.config.chunk_size,
-            "in_flight_bytes": self.config.in_flight_bytes,
-            "transport": self.config.transport,
-            "slots": self.config.slots,
-            "min_bytes": self.config.min_bytes,
-            "reduce_in_backward": self.config.reduce_in_backward,
             "clip_config": self._clip_config,
+            **vars(self.config),
         }
         teams = [*self._commons.values()]
         for common in teams:
@@ -305,11 +291,7 @@ class Ranks:
         return shared
 
     def compare_replicas(self, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
-        """In the first step that has gradients, of whom nobody said whether they are reduced.
-
-        Raises:
-            RuntimeError: they are not, on ranks that hold replicas of these parameters.
-        """
+        """Ask in the first step with gradients if they are reduced, where nobody said so."""
         if self.assumed and self._number is not None:
             self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
 
@@ -324,18 +306,7 @@ class Ranks:
     ) -> bool:
         """Compare options and gradients with the other ranks; see `Consistency.compare`.
 
-        Args:
-            shared: what ranks share.
-            options: of all groups.
-            fingerprints: of these.
-            rates: of its chunks, of which functions in adjust_lr_fn may have returned some.
-            initial: this rank has nothing to do but make its state.
-
-        Returns:
-            Whether that is so on all ranks.
-
-        Raises:
-            RuntimeError: they differ, or the caller captures a CUDA graph.
+        Of `rates` those count that functions in adjust_lr_fn returned.
         """
         if shared.empty and not shared.teams:
             return initial
@@ -481,30 +452,19 @@ class Shared:
         """All chunks, per group."""
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
 
-    def begin(self, state: State, kept: OnDevice | InHostMemory, options: Sequence[Any]) -> StepRun:
-        """Start a step: all memory is free.
-
-        Args:
-            state: of the optimizer.
-            kept: where the step finds it.
-            options: of all groups.
-        """
+    def begin(self, state: State, kept: OnDevice | InHostMemory) -> StepRun:
+        """Start a step: all memory is free. `kept`: where it finds the state."""
         run = None if self.in_backward is None else self.in_backward.taken()
         if run is None:
             self._free_memory(early=False)
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(self.chunks)
         self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
-        remaining: Counter[Tensor] = Counter()
-        for group, chunks in zip(options, self.of_groups(), strict=True):
-            if group.none_grad:
-                for part in itertools.chain.from_iterable(map(parts_of, chunks)):
-                    remaining.update(part.params)
         if self.in_backward is not None:
             devices = (d for d in self.staging.devices() if d.type == "cuda")
             self._streams = [torch.cuda.current_stream(device) for device in devices]
         begun = {} if run is None else run.begun
-        self._last = StepRun(state, kept, remaining, self.staging, self.graphs, begun)
+        self._last = StepRun(state, kept, self.staging, self.graphs, begun)
         return self._last
 
     def begin_in_backward(self) -> StepRun | None:
@@ -515,7 +475,7 @@ class Shared:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._free_memory(early=True)
         self.graphs.begin(on=False)  # a capture in a thread of autograd would see its kernels
-        return replace(self._last, remaining=Counter(), begun={})
+        return replace(self._last, begun={})
 
     def _free_memory(self, *, early: bool) -> None:
         self.staging.begin()

@@ -13,7 +13,7 @@ piece of a parameter is a few contiguous runs. On other devices all copies are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,12 +196,7 @@ class InHostMemory:
         self._here: dict[tuple[Tensor, str, Any], Tensor] = {}
 
     def begin(self, plan: Any, adamw: Sequence[Sequence[Tensor]], state: State) -> InHostMemory:
-        """Start a step.
-
-        Args:
-            plan: the step's plan; its chunks, per group, are taken in their order.
-            adamw: per group the parameters that AdamW steps; none for a group of matrices.
-            state: the optimizer's state.
+        """Start a step, which takes the chunks of the plan in order; `adamw`: per group its share.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -329,9 +324,6 @@ class InHostMemory:
             first=[part.first for part in parts],
         )
 
-    def finished(self, batch: Sequence[Rows]) -> Sequence[Tensor]:
-        return [part.param for part in batch if part.last]
-
     def _state_of(self, part: Rows) -> dict[str, Tensor]:
         state = self._state[part.param]
         here = {key: self._here.get((part.param, key, part)) for key in state}
@@ -385,7 +377,6 @@ class OffloadingOptimizer(GroupedOptimizer):
     def check_offload(self) -> None:
         """Raise ValueError if this state cannot be in host memory."""
 
-    @torch.no_grad()
     def turn_on_cpu_offload(self) -> None:
         """Move the state to host memory at once, and keep it there between the steps.
 
@@ -401,16 +392,9 @@ class OffloadingOptimizer(GroupedOptimizer):
         if self._host is not None:
             return
         self.check_offload()
-        moved = {}
-        for param, key, value in self._travelling():
-            moved[param, key] = host_zeros(param, value.dtype)
-            local(moved[param, key]).copy_(local(value), non_blocking=True)
-        _wait_for({param.device for param, _ in moved})
-        for (param, key), value in moved.items():
-            self.state[param][key] = value
+        self._move(host_zeros)
         self._host = InHostMemory()
 
-    @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
         """Bring the state back beside the parameters. Calling it again changes nothing.
 
@@ -419,13 +403,7 @@ class OffloadingOptimizer(GroupedOptimizer):
         if self._host is None:
             return
         self._host.wait()
-        moved = {}
-        for param, key, value in self._travelling():
-            moved[param, key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
-            local(moved[param, key]).copy_(local(value), non_blocking=True)
-        _wait_for({param.device for param, _ in moved})  # the host tensors go with this method
-        for (param, key), value in moved.items():
-            self.state[param][key] = value
+        self._move(lambda param, dtype: torch.zeros_like(param, dtype=dtype, requires_grad=False))
         self._host = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -444,26 +422,22 @@ class OffloadingOptimizer(GroupedOptimizer):
         super().__setstate__(state)
         if offloaded is not None:
             self._host = InHostMemory() if offloaded else None
-        if self._host is not None:
-            self._pin()
+        if offloaded:  # a copy has pageable tensors, with which transfers would not overlap
+            self._move(host_zeros)
 
-    def _travelling(self) -> list[tuple[Tensor, str, Tensor]]:
-        """(parameter, key, value) of all state that offload moves."""
-        return [
-            (param, key, value)
-            for group in self.param_groups
-            for param in group["params"]
-            for key, value in self.state.get(param, {}).items()
-            if travels(param, key, value)
-        ]
-
-    def _pin(self) -> None:
-        """Copies of an optimizer have pageable tensors, with which transfers would not overlap."""
-        with torch.no_grad():
-            for param, key, value in self._travelling():
-                if param.device.type == "cuda" and not local(value).is_pinned():
-                    self.state[param][key] = host_zeros(param, value.dtype)
-                    local(self.state[param][key]).copy_(local(value))
+    @torch.no_grad()
+    def _move(self, place: Callable[[Tensor, torch.dtype], Tensor]) -> None:
+        """Copy all state that offload moves to new tensors, made of a parameter and a dtype."""
+        moved = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                for key, value in self.state.get(param, {}).items():
+                    if travels(param, key, value):
+                        moved[param, key] = place(param, value.dtype)
+                        local(moved[param, key]).copy_(local(value), non_blocking=True)
+        _wait_for({param.device for param, _ in moved})
+        for (param, key), value in moved.items():
+            self.state[param][key] = value
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -224,23 +224,30 @@ def zeros_beside(
     param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, stacked: bool
 ) -> Tensor:
     """Zeros of another shape on the ranks of a DTensor: sharded as a stack is, else on all."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     splits = splits_of(param.placements, param.ndim)
     placements = [
         placement if stacked and split.dim == 0 else Replicate()
         for placement, split in zip(param.placements, splits, strict=True)
     ]
-    layout = placed_layout(shape, placements, param.device_mesh)
-    here = layout.local_shape(param.device_mesh.get_coordinate())
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return sharded_zeros(param, shape, dtype, param.device_mesh, placements)
+
+
+def sharded_zeros(
+    param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]
+) -> Tensor:
+    """A DTensor of zeros on the device of a parameter, made without communication."""
+    from torch.distributed.tensor import DTensor
+
+    here = placed_layout(shape, placements, mesh).local_shape(mesh.get_coordinate())
     return DTensor.from_local(
         torch.zeros(here, dtype=dtype, device=param.device),
-        param.device_mesh,
+        mesh,
         placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=strides,
+        stride=tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
     )
 
 
@@ -300,8 +307,7 @@ def rounding_of(
         options: of the group.
         planned: the parameters that such a call may hold; the first of 16 bits has its counter.
         state: of the optimizer.
-        entries: returns per tensor of the call its parameter, the number of that parameter in the
-            optimizer, and the number of the tensor's first element in the parameter.
+        entries: returns (parameter, its number, number of its first element here) per tensor.
         residual: returns the kept residual of the k-th tensor of the call.
     """
     if options.rounding == "nearest":
