@@ -68,8 +68,7 @@ class Case:
         scaled = self.scaling is not None
         gather = "all_gather_scaled_matmul" if scaled else "all_gather_matmul"
         scatter = "scaled_matmul_reduce_scatter" if scaled else "matmul_reduce_scatter"
-        unfusable = scaled and self.last  # torch's fused gather of columns leaves scales out
-        calls = {f"{gather}/{PLAIN if unfusable else path}": 1, f"{scatter}/{path}": 1}
+        calls = {f"{gather}/{path}": 1, f"{scatter}/{path}": 1}
         if self.given:
             calls = {key: n for key, n in calls.items() if self.op in key.replace("_", "-")}
         return calls

@@ -16,6 +16,8 @@ from torch import distributed
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from .._compare import assert_error_at_most
+
 GPU = torch.device("cuda", 0)
 LARGE = 2**14
 ASKED = {"group": "0", "fuse": "auto", "workspace": 2**20, "scaled": False, "layout": None}
@@ -188,16 +190,53 @@ def test_fused_products_run_on_the_device_of_their_tensors(fused, machine, monke
 
 def test_reasons_of_a_layout(fused, report) -> None:
     gathered, scattered = fused.why_not_gathered, fused.why_not_scattered
-    assert gathered(matrix(8, 1024), 1, "") is None
-    assert gathered(matrix(8, 1023), 1, "") == report.NARROW
-    assert gathered(matrix(8, 4096), 1, "tensorwise") == report.SCALED_COLUMNS
-    assert gathered(matrix(8, 64), 0, "rowwise_sharded") is None
-    assert gathered(matrix(6, 64), 0, "rowwise_sharded") == report.SCALE_ALIGNMENT
-    assert gathered(matrix(6, 64), 0, "rowwise_replicated") == report.SCALE_ALIGNMENT
-    assert gathered(matrix(6, 64), 0, "tensorwise") is None
+    assert gathered(matrix(8, 1024), 1, "", "auto") is None
+    assert gathered(matrix(8, 1023), 1, "", "always") == report.NARROW
+    assert gathered(matrix(8, 1008), 1, "tensorwise", "always") == report.NARROW
+    assert gathered(matrix(8, 4096), 1, "tensorwise", "auto") == report.SCALED_COLUMNS
+    assert gathered(matrix(8, 4096), 1, "tensorwise", "always") is None
+    assert gathered(matrix(8, 4090), 1, "tensorwise", "always") == report.SCALED_MULTIPLE
+    assert gathered(matrix(8, 64), 0, "rowwise_sharded", "auto") is None
+    assert gathered(matrix(6, 64), 0, "rowwise_sharded", "auto") == report.SCALE_ALIGNMENT
+    assert gathered(matrix(6, 64), 0, "rowwise_replicated", "auto") == report.SCALE_ALIGNMENT
+    assert gathered(matrix(6, 64), 0, "tensorwise", "auto") is None
     assert scattered(matrix(24, 64), 1, scaled=True) == report.SCALED_TRANSPOSE
     assert scattered(matrix(32, 64), 1, scaled=True) is None
     assert scattered(matrix(24, 64), 1, scaled=False) is None
+
+
+@pytest.mark.parametrize("mode", ["tensorwise", "rowwise_replicated"])
+def test_scaled_columns_are_added_as_they_arrive(fused, monkeypatch, mode: str) -> None:
+    """Our own fused product, whose columns a stand-in of torch's gather brings."""
+    made, eight, world = torch.Generator().manual_seed(0), torch.float8_e4m3fn, 4
+    a = torch.randn(6, world * 32, generator=made).to(eight)
+    bs = [torch.randn(n, world * 32, generator=made).to(eight).t() for n in (8, 16)]
+    a_scale = torch.rand(6, 1, generator=made)
+    b_scales = [torch.rand(1, b.shape[1], generator=made) for b in bs]
+    if mode == "tensorwise":
+        a_scale, b_scales = a_scale[0, 0], [scale[0, 0] for scale in b_scales]
+    shards, order = [part.contiguous() for part in a.chunk(world, 1)], []
+
+    def gather(shard, consume, gathered, group, keep):
+        for rank in (1, 2, 3, 0):  # its own first
+            gathered.chunk(world)[rank].copy_(shards[rank])
+            consume(shards[rank], rank)
+
+    event = SimpleNamespace(wait=lambda: order.append("wait"), record=lambda: order.append("add"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(fused, "resolved", lambda _: SimpleNamespace(size=lambda: world))
+    monkeypatch.setattr(fused, "_running", lambda *_: contextlib.nullcontext())
+    name = "_pipelined_all_gather_and_consume_last_dim"
+    monkeypatch.setattr(fused.symmetric_memory, name, gather)
+    options = (mode, torch.bfloat16, False, 1, "0")
+    for keep in (True, False):
+        gathered, outs = fused.gathered_product(shards[1], bs, a_scale, b_scales, *options, keep)
+        assert torch.equal(gathered.float(), a.float()) if keep else gathered is None
+        for out, b, b_scale in zip(outs, bs, b_scales, strict=True):
+            exact = (a.double() * a_scale) @ (b.double() * b_scale)
+            assert out.dtype == torch.bfloat16
+            assert_error_at_most(out, exact, 2 * torch.finfo(torch.bfloat16).eps)
+    assert order == ["wait", "add"] * 2 * world  # two streams never add at once
 
 
 def prepared(

@@ -21,7 +21,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from ..distributed.symmetric.memory import SymmetricMemory, why_not_shared
 from ..kernels.checks import on_device_of
 from .collectives import resolved
-from .products import has_float8_products
+from .products import MULTIPLE, has_float8_products, scaled_product
 from .report import (
     ASKED,
     FIRST_IN_CAPTURE,
@@ -30,6 +30,7 @@ from .report import (
     ON_CPU,
     SCALE_ALIGNMENT,
     SCALED_COLUMNS,
+    SCALED_MULTIPLE,
     SCALED_TRANSPOSE,
     SMALL,
     WORKSPACE,
@@ -45,7 +46,6 @@ LEAST_SCATTERED = 24e6
 MULTICAST_ROWS = 2048  # of all ranks; torch gathers so few whole, by multicast
 LEAST_COLUMNS = 1024  # of a shard gathered along the last dimension; torch's own pass has it, too
 SCALE_ROWS = 4  # float32 scales in 16 bytes
-ROW_MULTIPLE = 16
 FIRST_BYTES = 2**20  # of a group's workspace, before anything is known of its calls
 
 _prepared: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
@@ -106,12 +106,14 @@ def why_not(
         return _prepared[process_group]
 
 
-def why_not_gathered(a: Tensor, dim: int, mode: str) -> str | None:
-    """The reason why a shard (M, K) gathered along `dim` is not for torch's fused product."""
-    if dim == 1 and mode:
-        return SCALED_COLUMNS
+def why_not_gathered(a: Tensor, dim: int, mode: str, fuse: str) -> str | None:
+    """The reason why a shard (M, K) gathered along `dim` is not for a fused product."""
     if dim == 1 and a.shape[1] < LEAST_COLUMNS:
         return NARROW
+    if dim == 1 and mode:
+        if a.shape[1] % MULTIPLE:
+            return SCALED_MULTIPLE
+        return SCALED_COLUMNS if fuse == "auto" else None
     if mode.startswith("rowwise") and a.shape[0] % SCALE_ROWS:
         return SCALE_ALIGNMENT
     return None
@@ -119,7 +121,7 @@ def why_not_gathered(a: Tensor, dim: int, mode: str) -> str | None:
 
 def why_not_scattered(a: Tensor, dim: int, *, scaled: bool) -> str | None:
     """The reason why a product with a (M, K) scattered along `dim` is not for torch's fused one."""
-    if dim == 1 and scaled and a.shape[0] % ROW_MULTIPLE:
+    if dim == 1 and scaled and a.shape[0] % MULTIPLE:
         return SCALED_TRANSPOSE
     return None
 
@@ -214,9 +216,12 @@ def gathered_product(
     group: str,
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The gathered a, if kept, and its products, by torch's fused operation."""
+    """The gathered a, if kept, and its products, by torch's fused operation or the one below."""
     with _running(a, group):
         a = a.contiguous()
+        if mode and dim == 1:
+            options = (out_dtype, fast_accum, group, keep)
+            return _scaled_by_columns(a, bs, a_scale, b_scales, *options)
         if not mode:
             return torch.ops.symm_mem.fused_all_gather_matmul(a, bs, dim, group, return_A=keep)
         # With () for one number torch cannot take it for the scale of a single row.
@@ -234,6 +239,44 @@ def gathered_product(
             [out_dtype] * len(bs),
             [fast_accum] * len(bs),
         )
+
+
+def _scaled_by_columns(
+    a: Tensor,  # (M, k) float8
+    bs: list[Tensor],  # each (W k, N)
+    a_scale: Tensor,  # () or (M, 1)
+    b_scales: list[Tensor],
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    group: str,
+    keep: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Products of every rank's columns as they arrive, in out_dtype, and their sums in float32.
+
+    torch's operation leaves the scales out here; what brings the columns is its own.
+    """
+    world = resolved(group).size()
+    # Rowwise products take packed operands: (W, N, k), of which a transpose has packed columns.
+    weights = [b.t().reshape(b.shape[1], world, -1).transpose(0, 1).contiguous() for b in bs]
+    gathered = a.new_empty((world * a.shape[0], a.shape[1]))
+    totals = [a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32) for b in bs]
+    added = torch.cuda.Event()
+
+    def add(part: Tensor, rank: int) -> None:  # on two streams by turns
+        products = [
+            scaled_product(part, weight[rank].t(), a_scale, b_scale, out_dtype, fast_accum)
+            for weight, b_scale in zip(weights, b_scales, strict=True)
+        ]
+        added.wait()
+        for total, product in zip(totals, products, strict=True):
+            total.add_(product)
+        added.record()
+
+    gather = symmetric_memory._pipelined_all_gather_and_consume_last_dim
+    gather(a, add, gathered, group, keep)
+    outs = [total.to(out_dtype) for total in totals]
+    parts = gathered.view(world, *a.shape)
+    return parts.transpose(0, 1).reshape(a.shape[0], -1) if keep else None, outs
 
 
 def scattered_product(

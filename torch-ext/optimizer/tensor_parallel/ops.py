@@ -7,9 +7,9 @@ maximum_over_ranks, gather_rows: small ones, for scales
 A compiler sees each as one operation, whichever way it goes; that is decided when it runs. They
 build no autograd graph: matmul.py does.
 
-path  | what                              | taken
-fused | torch.ops.symm_mem.fused_*        | CUDA, one host, where it is right and large enough
-plain | a collective and torch's products | everything else, with the reason (report.py)
+path  | what                               | taken
+fused | torch.ops.symm_mem.fused_* or ours | CUDA, one host, where it is right and large enough
+plain | a collective and torch's products  | everything else, with the reason (report.py)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def all_gather_matmul(
         fuse=fuse,
         workspace=shard * (world if by_multicast else 1) + 4 * rows,
         scaled=bool(mode),
-        layout=fused.why_not_gathered(a, dim, mode),
+        layout=fused.why_not_gathered(a, dim, mode, fuse),
     )
     if reason is None:
         options = (mode, out_dtype, fast_accum, dim, group, keep)

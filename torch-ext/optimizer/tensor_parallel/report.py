@@ -30,7 +30,14 @@ SMALL = (
     'speed, and fuse="always" ignores it'
 )
 NARROW = "gathered along the last dimension, shards of fewer than 1024 columns are slower fused"
-SCALED_COLUMNS = "torch's fused product along the last gathered dimension leaves the scales out"
+SCALED_COLUMNS = (
+    "gathered along the last dimension, a scaled product in parts adds them up in memory, which is "
+    'not known to be faster; fuse="always" takes it'
+)
+SCALED_MULTIPLE = (
+    "gathered along the last dimension, a rank's columns are not a multiple of 16, which float8 "
+    "products take"
+)
 SCALE_ALIGNMENT = (
     "rows of scales cannot be cut into parts of 16 bytes: a rank's rows are not a multiple of 4"
 )
