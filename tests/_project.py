@@ -85,6 +85,25 @@ def assert_found(expected: str, findings: list[str]) -> None:
     assert any(expected in finding for finding in findings), "\n".join(["", *findings])
 
 
+def assert_finds_what_is_marked(findings: list[str], files: dict[str, str], **others: str) -> None:
+    """There is a finding where a line ends in `  #! words`, which says these words, and no other.
+
+    `others` are the words of findings that name no line, by the file or layer that they name.
+    """
+    marked = dict(others)
+    for name, text in files.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if "  #! " in line:
+                marked[f"{name}:{number}"] = line.split("  #! ")[1]
+    found: dict[str, list[str]] = {}
+    for finding in findings:
+        where, _, said = finding.partition(": ")
+        found.setdefault(where, []).append(said)
+    assert sorted(found) == sorted(marked)
+    for where, words in marked.items():
+        assert_found(words, found[where])
+
+
 def write_files(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = folder / name

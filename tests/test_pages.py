@@ -134,24 +134,18 @@ def command_findings(root: Path) -> list[str]:
     return found
 
 
-def test_links_lead_somewhere() -> None:
-    assert_none(link_findings(ROOT))
+CHECKS = (
+    link_findings,
+    mention_findings,
+    source_findings,
+    named_test_findings,
+    command_findings,
+)
 
 
-def test_pages_that_files_name_exist() -> None:
-    assert_none(mention_findings(ROOT))
-
-
-def test_sources_that_pages_name_exist() -> None:
-    assert_none(source_findings(ROOT))
-
-
-def test_tests_that_pages_name_exist() -> None:
-    assert_none(named_test_findings(ROOT))
-
-
-def test_commands_of_pages_exist() -> None:
-    assert_none(command_findings(ROOT))
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_pages_name_what_exists(check) -> None:
+    assert_none(check(ROOT))
 
 
 def test_a_command_that_would_fail_is_found(tmp_path: Path) -> None:

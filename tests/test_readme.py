@@ -39,9 +39,10 @@ ELSEWHERE = {
 }
 
 
-def blocks(page: Path) -> list[str]:
-    """The Python of a page, block by block."""
-    return [textwrap.dedent(code) for code in BLOCK.findall(page.read_text())]
+def blocks(page: str | Path) -> list[str]:
+    """The Python of a page or its text, block by block."""
+    text = page if isinstance(page, str) else page.read_text()
+    return [textwrap.dedent(code) for code in BLOCK.findall(text)]
 
 
 def pages() -> list[str]:
@@ -51,28 +52,20 @@ def pages() -> list[str]:
     return [name for name in names if not name.startswith("docs/dev/")]
 
 
-@pytest.mark.parametrize("name", [name for name in pages() if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", ["CARD.md", *(n for n in pages() if n not in ELSEWHERE)])
 def test_python_blocks_run(opt, forks, repo_id: str, name: str) -> None:
     """All blocks of a page, in order, in one process; each page imports what it uses."""
-    code = blocks(ROOT / name)
+    text = (ROOT / name).read_text()
+    if name == "CARD.md":
+        text = tool("hub_card").render_card(tool("local_build.project").load_project(ROOT))
+    code = blocks(text)
+    assert code
     if torch.version.cuda and not torch.cuda.is_available():
         code.insert(0, CPU_BACKEND)
     result = forks.run(
         *("-c", "\n".join(code)),
         environment={**os.environ, "LOCAL_KERNELS": f"{repo_id}={ROOT}", "OMP_NUM_THREADS": "1"},
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-
-
-def test_the_block_of_the_card_runs(opt, forks, repo_id: str) -> None:
-    project = tool("local_build.project").load_project(ROOT)
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```", tool("hub_card").render_card(project), re.M | re.S
-    )
-    if torch.version.cuda and not torch.cuda.is_available():
-        code = CPU_BACKEND + code
-    local = {"LOCAL_KERNELS": f"{repo_id}={ROOT}", "OMP_NUM_THREADS": "1"}
-    result = forks.run("-c", code, environment=os.environ | local)
     assert result.returncode == 0, result.stderr[-4000:]
 
 
@@ -91,19 +84,18 @@ def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> No
 def test_the_code_of_nf4_runs(opt, device, tmp_path) -> None:
     from .integrations._models import build, tokens
 
-    page = (ROOT / "docs/concepts/nf4.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    assert len(blocks) == 5
+    *parts, loading, training = blocks(ROOT / "docs/concepts/nf4.md")
+    assert len(parts) == 3
     found = {"opt": opt}
-    exec("\n".join(blocks[:3]), found)
+    exec("\n".join(parts), found)
     found["model"] = torch.nn.Sequential(found["experts"])
-    exec(blocks[3], found)
+    exec(loading, found)
     assert not found["offload"].is_on and found["model"][0].keeper is None
     assert found["decoded"].shape == (2, 96, 64) and found["y"].shape == (4, 96)
     assert torch.equal(found["again"].packed, found["experts"].packed)
     build("qwen3_moe").save_pretrained(tmp_path)
     found["source"] = tmp_path
-    exec(blocks[4].replace('"cuda"', repr(str(device))), found)
+    exec(training.replace('"cuda"', repr(str(device))), found)
     assert found["offload"].is_on
     ids = tokens(found["model"]).to(device)
     assert found["model"](ids).logits.isfinite().all()

@@ -259,43 +259,52 @@ def saved_in(opt, folder: Path) -> tuple[float, float]:
     return optimizer.param_groups[0]["lr"], value
 
 
-ONE_MATRIX = """
+SAVER = """
 import os, signal, sys
-os.environ["LOCAL_KERNELS"] = sys.argv[2]
+folder, os.environ["LOCAL_KERNELS"], backend, save, killed_at = sys.argv[1:]
 import torch
 from kernels import get_kernel
-repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
+repo_id = os.environ["LOCAL_KERNELS"].split("=")[0]
 opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
 param = torch.nn.Parameter(torch.zeros(64, 64))
 optimizer = opt.Muon([("w", param)])
 optimizer.step()
 buffer = optimizer.state[param]["momentum_buffer"]
-"""
-KILLED = f"""{ONE_MATRIX}
-opt.save_optimizer(optimizer, sys.argv[1])
+opt.save_optimizer(optimizer, folder)
 real, count = os.replace, 0
 def replace(source, target):
     global count
     count += 1
-    if count == int(sys.argv[3]):
+    if count == int(killed_at):
         os.kill(os.getpid(), signal.SIGKILL)
     real(source, target)
 os.replace = replace
 buffer.fill_(1)
 optimizer.param_groups[0]["lr"] = 0.5
-opt.save_optimizer(optimizer, sys.argv[1])
+getattr(opt, save)(optimizer, folder)
+buffer.fill_(2)
 """
 
 
-@pytest.mark.parametrize(("killed_at", "lr", "value"), [(1, 1e-3, 0.0), (2, 0.5, 1.0)])
-def test_a_killed_save_leaves_one_whole_checkpoint(
-    opt, repo_id, device, forks, killed_at, lr, value, tmp_path
+@pytest.mark.parametrize(
+    ("save", "killed_at", "found"),  # found: rate and momentum
+    [
+        ("save_optimizer", 1, (1e-3, 0.0)),
+        ("save_optimizer", 2, (0.5, 1.0)),
+        ("save_optimizer_async", 1, (1e-3, 0.0)),
+        ("save_optimizer_async", 0, (0.5, 1.0)),
+    ],
+)
+def test_a_process_that_is_killed_or_ends_leaves_one_whole_checkpoint(
+    opt, repo_id, device, forks, save, killed_at, found, tmp_path
 ) -> None:
-    """Killed at the first rename the old one is there, at the second the new one, unmixed."""
+    """Killed at the first rename the old one is there, at the second the new one, unmixed; a
+    normal end finishes what a thread writes."""
     root = Path(opt.__file__).resolve().parent.parent.parent
-    result = forks.run("-c", KILLED, tmp_path, f"{repo_id}={root}", killed_at, device.type)
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert saved_in(opt, tmp_path) == (lr, value)
+    words = (tmp_path, f"{repo_id}={root}", device.type, save, killed_at)
+    result = forks.run("-c", SAVER, *words)
+    assert result.returncode == (-signal.SIGKILL if killed_at else 0), result.stderr
+    assert saved_in(opt, tmp_path) == found
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
     assert contents(tmp_path).keys() == FILES
 
@@ -309,107 +318,74 @@ def test_the_readable_copy(opt, device, tmp_path) -> None:
     assert text["groups"][0]["options"]["momentum"] == 0.95
 
 
-def rewrite(folder: Path, change) -> None:
-    """Change the header or the tensors of a checkpoint, which has no checksums then."""
+GONE = object()
+
+
+def rewrite(folder: Path, changes: dict[str, object]) -> None:
+    """Change a checkpoint's header by path and its tensors by name; it has no checksums then."""
     path = folder / "optimizer.safetensors"
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["optimizer"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     header["format"] = 1
-    change(header, tensors)
+    for place, value in changes.items():
+        if isinstance(value, torch.Tensor):
+            tensors[place] = value
+        elif place.startswith("state.") and value is GONE:
+            tensors = {key: x for key, x in tensors.items() if not key.startswith(place)}
+        elif place.startswith("state."):
+            tensors[place].view(-1)[-1] = value
+        else:
+            inner, keys = header, [int(key) if key.isdigit() else key for key in place.split(".")]
+            for key in keys[:-1]:
+                inner = inner[key]
+            inner[keys[-1]] = value
+            if value is GONE:
+                del inner[keys[-1]]
     save_file(tensors, path, {"optimizer": json.dumps(header)})
 
 
-def drop(tensors: dict, prefix: str) -> None:
-    for name in [name for name in tensors if name.startswith(prefix)]:
-        del tensors[name]
-
-
-def option(header: dict, **values) -> None:
-    header["groups"][0]["options"].update(values)
-
-
+TWO = torch.zeros(2)
+OPTION, STATE = "groups.0.options", "the loaded"
+NO_VALUE = r"groups\[0\].options.{}: .* is no value that save_optimizer writes"
 FAULTS = [
-    (lambda h, t: h.update(format=99), "has format 99, this version reads 1 and 2"),
-    (lambda h, t: h.update({"class": "Adam"}), "is of Adam, the optimizer Muon"),
-    (lambda h, t: (h["groups"].pop(), drop(t, "state.1.")), "has 1 groups, the optimizer 2"),
-    (
-        lambda h, t: (h["groups"][0]["names"].pop(), drop(t, "state.0.3.")),
-        "3 parameters were saved, 4 are present",
-    ),
-    (lambda h, t: h["groups"][0]["options"].update(momentum=7), "group 0: momentum must lie in"),
-    (
-        lambda h, t: t.pop("state.1.0.exp_avg"),
-        "group 1, parameter 'table': the loaded state has no exp_avg",
-    ),
-    (
-        lambda h, t: t.update({"state.0.2.momentum_buffer": torch.zeros(2)}),
-        r"'wide': the loaded momentum_buffer has shape \(2,\), expected \(4, 12\)",
-    ),
-    (lambda h, t: h.pop("class"), "class must be a str, got None"),
-    (lambda h, t: h.update(groups=[1, 2]), r"groups\[0\] must be a dict, got 1"),
-    (lambda h, t: h["groups"][1].pop("names"), r"groups\[1\].names must be a list"),
-    (
-        lambda h, t: h["groups"][1].update(names=[3]),
-        r"groups\[1\].names must hold strings and null, got \[3\]",
-    ),
-    (lambda h, t: h["groups"][0].pop("options"), r"groups\[0\].options must be a dict, got None"),
-    (
-        lambda h, t: option(h, lr={"tensor": "a", "dtype": "float32"}),
-        r"groups\[0\].options.lr: .* is no value that save_optimizer writes",
-    ),
-    (
-        lambda h, t: option(h, dtype={"dtype": "load"}),
-        r"groups\[0\].options.dtype: {'dtype': 'load'} is no value",
-    ),
-    (lambda h, t: option(h, dtype={"dict": [1]}), "is no value"),
-    (
-        lambda h, t: t.update({"state.0.7.momentum_buffer": torch.zeros(2)}),
-        "tensor 'state.0.7.momentum_buffer' belongs to no parameter and no option",
-    ),
-    (
-        lambda h, t: t["state.1.0.step"].fill_(torch.nan),
-        "group 1, parameter 'table': the loaded step holds nan; it must be finite and at least 0",
-    ),
-    (
-        lambda h, t: t["state.1.1.step"].fill_(-3),
-        "'bias': the loaded step holds -3.0; it must be finite",
-    ),
-    (
-        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(-1e-30),
-        "'table': the loaded exp_avg_sq holds -1.0.*e-30; it must be at least 0",
-    ),
-    (
-        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(torch.nan),
-        "'table': the loaded exp_avg_sq holds nan; it must be at least 0",
-    ),
-    (
-        lambda h, t: t["state.0.0.second_momentum_buffer"].view(-1)[5].fill_(-1),
-        "'experts.w': the loaded second_momentum_buffer holds -1.0; it must be at least 0",
-    ),
-    (lambda h, t: option(h, lr=float("nan")), "group 0: lr must be finite"),
-    (lambda h, t: option(h, momentum="much"), "group 0: momentum must be"),
-    (lambda h, t: h.pop("groups"), "groups must be a list, got None"),
-    (
-        lambda h, t: option(h, lr={"tensor": "group.0.lr"}),
-        r"groups\[0\].options.lr: {'tensor': 'group.0.lr'} is no value",
-    ),
-    (
-        lambda h, t: t["state.1.1.step"].fill_(torch.inf),
-        "'bias': the loaded step holds inf; it must",
-    ),
-    (
-        lambda h, t: t.update({"state.2.0.momentum_buffer": torch.zeros(2)}),
-        "tensor 'state.2.0.momentum_buffer' belongs to no parameter",
-    ),
-    (lambda h, t: t.update(x=torch.zeros(2)), "tensor 'x' belongs to no"),
-    (lambda h, t: t.update({"state.a.0.b": torch.zeros(2)}), "belongs to no"),
+    ({"format": 99}, "has format 99, this version reads 1 and 2"),
+    ({"class": "Adam"}, "is of Adam, the optimizer Muon"),
+    ({"groups.1": GONE, "state.1.": GONE}, "has 1 groups, the optimizer 2"),
+    ({"groups.0.names.3": GONE, "state.0.3.": GONE}, "3 parameters were saved, 4 are present"),
+    ({f"{OPTION}.momentum": 7}, "group 0: momentum must lie in"),
+    ({f"{OPTION}.momentum": "much"}, "group 0: momentum must be"),
+    ({f"{OPTION}.lr": float("nan")}, "group 0: lr must be finite"),
+    ({"state.1.0.exp_avg": GONE}, "group 1, parameter 'table': the loaded state has no exp_avg"),
+    ({"state.0.2.momentum_buffer": TWO}, rf"'wide': {STATE} .* shape \(2,\), expected \(4, 12\)"),
+    ({"class": GONE}, "class must be a str, got None"),
+    ({"groups": GONE}, "groups must be a list, got None"),
+    ({"groups": [1, 2]}, r"groups\[0\] must be a dict, got 1"),
+    ({"groups.1.names": GONE}, r"groups\[1\].names must be a list"),
+    ({"groups.1.names": [3]}, r"groups\[1\].names must hold strings and null, got \[3\]"),
+    ({OPTION: GONE}, r"groups\[0\].options must be a dict, got None"),
+    ({f"{OPTION}.lr": {"tensor": "a", "dtype": "float32"}}, NO_VALUE.format("lr")),
+    ({f"{OPTION}.lr": {"tensor": "group.0.lr"}}, NO_VALUE.format("lr")),
+    ({f"{OPTION}.dtype": {"dtype": "load"}}, NO_VALUE.format("dtype")),
+    ({f"{OPTION}.dtype": {"dict": [1]}}, NO_VALUE.format("dtype")),
+    ({"state.0.7.momentum_buffer": TWO}, "'state.0.7.momentum_buffer' belongs to no parameter and"),
+    ({"state.2.0.momentum_buffer": TWO}, "'state.2.0.momentum_buffer' belongs to no parameter"),
+    ({"state.a.0.b": TWO}, "belongs to no"),
+    ({"x": TWO}, "tensor 'x' belongs to no"),
+    ({"state.1.0.step": torch.nan}, f"group 1, .*'table': {STATE} step holds nan; it must be fin"),
+    ({"state.1.1.step": -3}, f"'bias': {STATE} step holds -3.0; it must be finite and at least 0"),
+    ({"state.1.1.step": torch.inf}, f"'bias': {STATE} step holds inf; it must"),
+    ({"state.1.0.exp_avg_sq": -1e-30}, f"{STATE} exp_avg_sq holds -1.0.*e-30; it must be at least"),
+    ({"state.1.0.exp_avg_sq": torch.nan}, f"'table': {STATE} exp_avg_sq holds nan; it must be at"),
+    ({"state.0.0.second_momentum_buffer": -1}, f"{STATE} second_momentum_buffer holds -1.0; it"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), FAULTS, ids=[message for _, message in FAULTS])
+@pytest.mark.parametrize(
+    ("changes", "message"), FAULTS, ids=[str(changes) for changes, _ in FAULTS]
+)
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    opt, device, change, message, tmp_path
+    opt, device, changes, message, tmp_path
 ) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = muon(opt, params)
@@ -417,7 +393,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     opt.save_optimizer(optimizer, tmp_path)
     train(optimizer, params, 2)
     kept = [tensor.clone() for _, tensor in state_tensors(optimizer)]
-    rewrite(tmp_path, change)
+    rewrite(tmp_path, changes)
     with pytest.raises(ValueError, match=message) as caught:
         opt.load_optimizer(optimizer, tmp_path)
     assert str(tmp_path / "optimizer.safetensors") in str(caught.value)
@@ -425,31 +401,31 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
         assert_same_bits(tensor, old)
 
 
-def test_what_is_no_checkpoint(opt, tmp_path) -> None:
-    optimizer = opt.Muon(parameters([(4, 3)]))
-    with pytest.raises(FileNotFoundError, match="no optimizer checkpoint"):
-        opt.load_optimizer(optimizer, tmp_path / "nowhere")
-    save_file({"x": torch.zeros(1)}, tmp_path / "optimizer.safetensors")
-    with pytest.raises(ValueError, match="was not written by save_optimizer"):
+HEADERS = ["", "{", "[]", "null", "[" * 100000]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["nothing", "others", 0, 4, 100, -1, *HEADERS],
+    ids=lambda x: f"{x:.9}" if isinstance(x, str) else x,
+)
+def test_what_is_no_checkpoint(opt, what, tmp_path) -> None:
+    """No file, tensors of somebody else, a file cut off there, a header that is no JSON object."""
+    optimizer, path = opt.Muon(parameters([(4, 3)])), tmp_path / "optimizer.safetensors"
+    error, words = ValueError, str(path)
+    if what == "nothing":
+        error, words = FileNotFoundError, "no optimizer checkpoint"
+    elif what == "others":
+        save_file({"x": torch.zeros(1)}, path)
+        words = "was not written by save_optimizer"
+    elif isinstance(what, int):
+        opt.save_optimizer(optimizer, tmp_path)
+        path.write_bytes(path.read_bytes()[:what])
+        words = f"{path} is damaged or no safetensors file"
+    else:
+        save_file({}, path, {"optimizer": what})
+    with pytest.raises(error, match=words):
         opt.load_optimizer(optimizer, tmp_path)
-
-
-@pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_a_truncated_file(opt, size, tmp_path) -> None:
-    optimizer = opt.Muon(parameters([(4, 3)]))
-    opt.save_optimizer(optimizer, tmp_path)
-    path = tmp_path / "optimizer.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=f"{path} is damaged or no safetensors file"):
-        opt.load_optimizer(optimizer, tmp_path)
-
-
-@pytest.mark.parametrize("header", ["", "{", "[]", "null", "[" * 100000])
-def test_a_header_that_is_no_json_object(opt, header, tmp_path) -> None:
-    path = tmp_path / "optimizer.safetensors"
-    save_file({}, path, {"optimizer": header})
-    with pytest.raises(ValueError, match=str(path)):
-        opt.load_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
 
 
 def test_a_checkpoint_without_checksums_loads(opt, device, tmp_path) -> None:
@@ -458,7 +434,7 @@ def test_a_checkpoint_without_checksums_loads(opt, device, tmp_path) -> None:
     optimizer = muon(opt, params)
     train(optimizer, params, 2)
     opt.save_optimizer(optimizer, tmp_path)
-    rewrite(tmp_path, lambda header, tensors: None)
+    rewrite(tmp_path, {})
     other = muon(opt, copies(params))
     opt.load_optimizer(other, tmp_path)
     assert_same_state(other, optimizer)
@@ -709,31 +685,6 @@ def test_an_error_is_raised_by_wait_and_by_the_next_save(
     opt.save_optimizer_async(optimizer, tmp_path).wait(60)
     assert (tmp_path / "optimizer.safetensors").read_bytes() != before
     assert contents(tmp_path).keys() == FILES
-
-
-SAVER = f"""{ONE_MATRIX}
-opt.save_optimizer_async(optimizer, sys.argv[1]).wait()
-real = os.replace
-def replace(source, target):
-    if sys.argv[3] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(source, target)
-os.replace = replace
-buffer.fill_(1)
-opt.save_optimizer_async(optimizer, sys.argv[1])
-buffer.fill_(2)
-if sys.argv[3] == "killed":
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize(("how", "value"), [("killed", 0.0), ("ends", 1.0)])
-def test_a_process_that_dies_or_ends(opt, repo_id, device, forks, how, value, tmp_path) -> None:
-    """Killed in mid-save the previous checkpoint is whole; a normal end finishes the new one."""
-    root = Path(opt.__file__).resolve().parent.parent.parent
-    done = forks.run("-c", SAVER, tmp_path, f"{repo_id}={root}", how, device.type)
-    assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
-    assert saved_in(opt, tmp_path)[1] == value
 
 
 @pytest.mark.gpu

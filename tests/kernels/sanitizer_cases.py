@@ -217,15 +217,9 @@ def expert_products(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module, product = (
-        submodule(opt, name) for name in ("kernels.quant.packed_product", "reference.nf4")
-    )
-    formats = (
-        (test_packed_product_gpu.Problem, product.nf4_product, {}),
-        (test_packed_product_gpu.Mxfp4, functools.partial(submodule, opt), {}),
-        (test_packed_product_gpu.Fp8, functools.partial(submodule, opt), {}),
-        (test_packed_product_gpu.Fp8, functools.partial(submodule, opt), {"block": (1, 0)}),
-    )
+    module = submodule(opt, "kernels.quant.packed_product")
+    reference = functools.partial(submodule, opt)
+    kinds = [test_packed_product_gpu.KINDS[k] for k in ("nf4", "mxfp4", "fp8-blocks", "fp8-rows")]
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it
     for rank, fan, grouped_out, extras in (
@@ -234,8 +228,8 @@ def expert_products(opt) -> int:
         (72, 3, False, {"bias": True, "sentinels": 7}),
     ):
         for along in (False, True):
-            for make, reference, options in formats:
-                problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras, **options)
+            for make in kinds:
+                problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras)
                 test_packed_product_gpu.check(module, device, reference, problem)
                 count += 1
     return count

@@ -10,6 +10,8 @@ from .._compare import assert_all_same_bits, assert_same_bits, capture, relative
 from ..conftest import module_fixture
 from ..moe._eager import LayerProblem
 
+moe = module_fixture("moe")
+
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
@@ -94,9 +96,6 @@ class Layer:
         wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         found = torch.autograd.grad(y, list(wanted.values()), self.grad)
         return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
-
-
-moe = module_fixture("moe")
 
 
 @pytest.fixture

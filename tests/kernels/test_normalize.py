@@ -17,10 +17,10 @@ from ._products import (
 )
 
 pytestmark = pytest.mark.gpu
-FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 norm_factors = module_fixture("kernels.products.normalize", "norm_factors")
+reference_crop = module_fixture("reference.normalize", "crop")
+FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
@@ -409,9 +409,6 @@ def crop_ops(submodule, device):
     if torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip("machine code from compute capability 8.0 on")
     return submodule("_ops").ops
-
-
-reference_crop = module_fixture("reference.normalize", "crop")
 
 
 def numbered(rows: int, cols: int, device: torch.device) -> torch.Tensor:

@@ -7,11 +7,10 @@ import torch
 
 from ..conftest import ROOT, module_fixture
 
+module = module_fixture("kernels.quant.packed_product")
+
 SOURCES = ROOT / "kernels-src" / "quant"
 STORED = (3, 32, 128)  # (E, N, K)
-
-
-module = module_fixture("kernels.quant.packed_product")
 
 
 def stack(

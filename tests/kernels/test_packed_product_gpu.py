@@ -5,6 +5,7 @@ lies between NaN, which must stay.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -17,6 +18,9 @@ from .test_gated_quantized_experts import Problem as LayerProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
+module = module_fixture("kernels.quant.packed_product")
+codebook_of_nf4 = module_fixture("reference.nf4", "NF4_TABLE")
+
 GUARD = 4096
 # Around the most rows of one and two tiles (256, 512), and around those of instructions (64, 80,
 # 96, 128, 144, 160, 176, 192, 240), also by tiles of half or a third of an expert's rows
@@ -26,13 +30,22 @@ EDGES = (
 )
 
 
-module = module_fixture("kernels.quant.packed_product")
-reference = module_fixture("reference.nf4", "nf4_product")
-
-
 @pytest.fixture(scope="session")
-def codebook(submodule, device):
-    return torch.tensor(submodule("reference.nf4").NF4_TABLE, device=device)
+def codebook(codebook_of_nf4, device):
+    return torch.tensor(codebook_of_nf4, device=device)
+
+
+def decoded(submodule, a: dict, dtype: torch.dtype) -> torch.Tensor:
+    """(E, N, K) by the reference."""
+    experts, *shape = a["stored"]
+    stack = (a["packed"], a["absmax"], torch.arange(experts, device=a["packed"].device), shape)
+    if a["kind"] == "4bit":
+        reference = submodule("reference.nf4").nf4_dequant
+        return reference(*stack, a["blocksize"], dtype, a["codebook"])
+    if a["kind"] == "mxfp4":
+        return submodule("reference.mxfp4").mxfp4_dequant(*stack, dtype)
+    block = (a["block_rows"], a["blocksize"])
+    return submodule("reference.fp8").fp8_dequant(*stack, block, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +59,12 @@ class Problem:
     rank: int = 0
     fan: int = 0
     grouped_out: bool = True
-    blocksize: int = 64
+    blocksize: int = 64  # of NF4
     bias: bool = False
     gated: bool = False
     sentinels: int = 0
 
-    def operands(self, device, reference) -> tuple[dict, torch.Tensor]:
+    def operands(self, device, submodule) -> tuple[dict, torch.Tensor]:
         """Arguments but out, and the rounded result."""
         experts, top_k = len(self.counts), max(self.fan, 1)
         total = -(-(sum(self.counts) + self.sentinels) // top_k) * top_k
@@ -87,31 +100,18 @@ class Problem:
             "fan": self.fan,
             "grouped_out": self.grouped_out,
         }
-        return arguments, self.expected(arguments, reference)
+        return arguments, self.expected(arguments, submodule)
 
-    def stack(self, integers) -> dict:
-        """Packed bytes, their scales and how they are read."""
-        elements = len(self.counts) * self.n * self.k
-        packed = integers(elements // 2, low=0, high=256, dtype=torch.uint8)
-        absmax = 2.0 ** integers(elements // self.blocksize, low=-1, high=2).float()
-        codebook = torch.arange(-8.0, 8.0, device=packed.device)
-        return {
-            "packed": packed,
-            "absmax": absmax,
-            "codebook": codebook,
-            "blocksize": self.blocksize,
-        }
-
-    def product(self, a: dict, reference) -> torch.Tensor:
+    def product(self, a: dict, submodule) -> torch.Tensor:
         """In float64, before the gates, in slot order."""
-        names = ("packed", "absmax", "codebook", "stored", "blocksize", "slots", "offsets")
-        extras = ("along", "low", "factor", "bias", "fan")
-        extras = {name: a.get(name) for name in extras}
-        operands = (a["x"].double(), *(a[name] for name in names))
-        return reference(*operands, **extras, grouped_out=False)
+        weight = decoded(submodule, a, torch.float64)
+        weight = weight.mT if self.along else weight
+        factors = (a.get("low"), a.get("factor"), a["bias"], None)
+        order = (a["slots"], a["offsets"], self.fan, False)
+        return submodule("reference.moe").grouped_product(a["x"].double(), weight, *factors, *order)
 
-    def expected(self, a: dict, reference) -> torch.Tensor:
-        value = self.product(a, reference)
+    def expected(self, a: dict, submodule) -> torch.Tensor:
+        value = self.product(a, submodule)
         if self.gated:
             value *= a["gates"].view(-1, 1)
         assert torch.equal(value.float().double(), value)  # so that it is rounded once
@@ -119,8 +119,57 @@ class Problem:
         return result[a["slots"]] if self.grouped_out else result
 
 
-def check(module, device, reference, problem: Problem) -> None:
-    arguments, expected = problem.operands(device, reference)
+@dataclasses.dataclass(frozen=True)
+class Nf4(Problem):
+    """Any codes of an even codebook; scales of a half to 2."""
+
+    def stack(self, integers) -> dict:
+        elements = len(self.counts) * self.n * self.k
+        packed = integers(elements // 2, low=0, high=256, dtype=torch.uint8)
+        absmax = 2.0 ** integers(elements // self.blocksize, low=-1, high=2).float()
+        codebook = torch.arange(-8.0, 8.0, device=packed.device)
+        own = {"packed": packed, "absmax": absmax, "codebook": codebook}
+        return own | {"blocksize": self.blocksize, "kind": "4bit"}
+
+    def product(self, a: dict, submodule) -> torch.Tensor:
+        names = ("packed", "absmax", "codebook", "stored", "blocksize", "slots", "offsets")
+        extras = {name: a.get(name) for name in ("along", "low", "factor", "bias", "fan")}
+        operands = (a["x"].double(), *(a[name] for name in names))
+        return submodule("reference.nf4").nf4_product(*operands, **extras, grouped_out=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4(Problem):
+    """Any codes; scales of a half to 2."""
+
+    def stack(self, integers) -> dict:
+        elements = len(self.counts) * self.n * self.k
+        packed = integers(elements // 2, low=0, high=256, dtype=torch.uint8)
+        scales = (127 + integers(elements // 32, low=-1, high=2)).to(torch.uint8)
+        own = {"packed": packed, "absmax": scales, "codebook": None, "blocksize": 32}
+        return own | {"kind": "mxfp4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Problem):
+    """Small integers; scales of a half to 2 in blocks of several shapes."""
+
+    block: tuple[int, int] = (128, 128)
+
+    def stack(self, integers) -> dict:
+        shape = (len(self.counts), self.n, self.k)
+        rows, columns = self.block[0] or self.n, self.block[1] or self.k
+        packed = integers(*shape, dtype=torch.float32).to(torch.float8_e4m3fn)
+        sizes = (shape[0], -(-self.n // rows), -(-self.k // columns))
+        scales = 2.0 ** integers(*sizes, low=-1, high=2, dtype=torch.float32)
+        own = {"packed": packed.view(torch.uint8).view(-1), "absmax": scales.view(-1)}
+        own |= {"codebook": None, "kind": "fp8"}
+        return own | {"blocksize": columns, "block_rows": rows}
+
+
+def check(module, device, submodule, problem: Problem) -> None:
+    """The product is the one right answer, and writes nothing else."""
+    arguments, expected = problem.operands(device, submodule)
     flat = torch.full((expected.numel() + 2 * GUARD,), torch.nan, device=device).bfloat16()
     out = flat[GUARD : GUARD + expected.numel()].view(expected.shape)
     assert module.packed_product(**arguments, out=out) is out
@@ -129,29 +178,45 @@ def check(module, device, reference, problem: Problem) -> None:
     assert flat[GUARD + expected.numel() :].isnan().all(), problem
 
 
-SIZES = ((128, 64), (8, 64), (136, 192), (264, 256), (520, 512), (40, 1024), (1000, 64))
+@pytest.fixture(scope="session")
+def verify(module, submodule, device):
+    return functools.partial(check, module, device, submodule)
+
+
+BLOCKS = {
+    "blocks": (128, 128),
+    "rows": (1, 0),
+    "expert": (0, 0),
+    "narrow": (1, 64),
+    "tall": (64, 0),
+}
+KINDS = {"nf4": Nf4, "mxfp4": Mxfp4}
+KINDS |= {f"fp8-{name}": functools.partial(Fp8, block=block) for name, block in BLOCKS.items()}
+RANKS = [(kind, rank) for kind in KINDS for rank in (0, 8, 72)] + [("nf4", 16), ("nf4", 64)]
+# N, K and the blocks of NF4
+SIZES = (
+    *((128, 64, 64), (8, 64, 64), (136, 192, 64), (264, 256, 64), (520, 512, 128)),
+    *((40, 1024, 256), (1000, 64, 64), (1000, 320, 64)),
+)
 
 
 @pytest.mark.parametrize(("fan", "grouped_out"), [(0, True), (1, False), (3, False), (2, True)])
-@pytest.mark.parametrize("rank", (0, 8, 16, 64, 72))
 @pytest.mark.parametrize("along", (True, False))
-def test_is_exact(module, device, reference, along, rank, fan, grouped_out):
+@pytest.mark.parametrize(("kind", "rank"), RANKS)
+def test_is_exact(verify, kind, rank, along, fan, grouped_out):
     """Stages that end behind the last stored row, and columns that end inside a tile."""
-    for index, (n, k) in enumerate(SIZES):
-        problem = Problem(
-            EDGES,
-            n,
-            k,
-            along,
-            rank,
-            fan,
-            grouped_out,
-            blocksize=(64, 128, 256)[index % 3] if k % 256 == 0 else 64,
-            bias=index % 2 == 0,
-            gated=index % 3 == 0,
-            sentinels=index % 4 * 5,
-        )
-        check(module, device, reference, problem)
+    for index, (n, k, blocksize) in enumerate(SIZES):
+        extras = {"bias": index % 2 == 0, "gated": index % 3 == 0, "sentinels": index % 4 * 5}
+        extras |= {"blocksize": blocksize}
+        verify(KINDS[kind](EDGES, n, k, along, rank, fan, grouped_out, **extras))
+
+
+@pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("k", (16, 48, 80, 208))
+def test_fp8_rows_end_inside_a_stage(verify, k, along):
+    for block in ((128, 128), (1, 0), (32, 64)):
+        if (block[1] or k) >= 64 or k & (k - 1):
+            verify(Fp8((3, 0, 90), 72, k, along, 8, 1, False, bias=True, block=block))
 
 
 ROUTINGS = {
@@ -164,43 +229,61 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings(module, device, reference, routing, along):
-    problem = Problem(ROUTINGS[routing], 264, 128, along, 8, 1, False, sentinels=7, gated=True)
-    check(module, device, reference, problem)
+@pytest.mark.parametrize("kind", ("nf4", "mxfp4", "fp8-blocks"))
+def test_routings(verify, kind, routing, along):
+    verify(KINDS[kind](ROUTINGS[routing], 264, 128, along, 8, 1, False, sentinels=7, gated=True))
 
 
 @pytest.mark.parametrize("along", (True, False))
-def test_many_tiles_per_block(module, device, reference, along):
+@pytest.mark.parametrize("kind", ("mxfp4", "fp8-blocks", "fp8-rows"))
+def test_a_layer_of_gpt_oss_s_size(verify, kind, along):
+    verify(KINDS[kind]((256, 0, 300, 1, 97), 5760, 2880, along, 16, 2, False))
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_many_tiles_per_block(verify, along):
     """Every block of the grid walks several tiles of unequal rows."""
     counts = tuple(index * 37 % 300 for index in range(64))
-    check(module, device, reference, Problem(counts, 1024, 1024, along, 16, 2, False))
+    verify(Nf4(counts, 1024, 1024, along, 16, 2, False))
 
 
 @pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("blocksize", (64, 256))
-def test_a_weight_is_used_as_it_decodes(module, opt, device, codebook, blocksize, along):
-    """The rows of a unit matrix read back what nf4_dequant gives, to the bit."""
-    stored = (3, 256, 512)
-    weight = torch.randn(stored, device=device)
-    packed, absmax = opt.nf4_quantize(weight, blocksize)
-    ids = torch.arange(3, device=device)
-    dense = opt.nf4_dequant(packed, absmax, ids, stored[1:], blocksize, torch.bfloat16)
-    depth = stored[2] if along else stored[1]
-    eye = torch.eye(depth, device=device).bfloat16().repeat(3, 1)
-    offsets = torch.arange(4, device=device) * depth
-    slots = torch.arange(3 * depth, device=device)
-    place = {"along": along, "fan": 0, "grouped_out": True}
-    stack = (packed, absmax, codebook, stored, blocksize)
-    out = module.packed_product(eye, *stack, slots, offsets, **place)
-    expected = (dense.mT if along else dense).reshape(3 * depth, -1)
+@pytest.mark.parametrize("kind", ("nf4-64", "nf4-256", "mxfp4", "fp8"))
+def test_a_weight_is_used_as_it_decodes(module, submodule, device, codebook, kind, along):
+    """The rows of a unit matrix read back what decoding gives: all codes, many scales."""
+    experts, n, k = stored = (3, 256, 512) if kind.startswith("nf4") else (2, 256, 320)
+    elements, generator = experts * n * k, torch.Generator(device).manual_seed(0)
+
+    def integers(count: int, low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), device=device, generator=generator).byte()
+
+    if kind == "mxfp4":  # no scale under which a value is subnormal or infinite
+        a = {"packed": integers(elements // 2, 0, 256), "absmax": integers(elements // 32, 3, 251)}
+        a |= {"blocksize": 32, "kind": "mxfp4", "codebook": None}
+    elif kind == "fp8":
+        codes = integers(elements, 0, 127) | integers(elements, 0, 2) << 7
+        a = {"packed": codes, "absmax": torch.rand(elements // 64, device=device)}
+        a |= {"blocksize": 64, "block_rows": 1, "kind": "fp8", "codebook": None}
+    else:
+        blocksize = int(kind.removeprefix("nf4-"))
+        a = {"packed": integers(elements // 2, 0, 256), "codebook": codebook, "kind": "4bit"}
+        a |= {"absmax": torch.rand(elements // blocksize, device=device), "blocksize": blocksize}
+    a |= {"stored": stored}
+    dense = decoded(submodule, a, torch.bfloat16)
+    depth = k if along else n
+    eye = torch.eye(depth, device=device).bfloat16().repeat(experts, 1)
+    offsets = torch.arange(experts + 1, device=device) * depth
+    place = {"slots": torch.arange(experts * depth, device=device), "offsets": offsets}
+    out = module.packed_product(eye, **a, **place, along=along, fan=0, grouped_out=True)
+    expected = (dense.mT if along else dense).reshape(experts * depth, -1)
     assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
 
 @pytest.mark.parametrize("along", (True, False))
-def test_bits_of_a_row_depend_on_that_row(module, device, reference, along):
+def test_bits_of_a_row_depend_on_that_row(module, submodule, device, along):
     """The same alone, among others, with every instruction and in every run."""
-    problem = Problem((300, 300), 384, 512, along, 24)
-    arguments, _ = problem.operands(device, reference)
+    problem = Nf4((300, 300), 384, 512, along, 24)
+    arguments, _ = problem.operands(device, submodule)
     for name in ("x", "low"):
         arguments[name] = torch.randn_like(arguments[name].contiguous())
     arguments["codebook"] = torch.randn(16, device=device)
@@ -217,9 +300,9 @@ def test_bits_of_a_row_depend_on_that_row(module, device, reference, along):
 
 
 @pytest.mark.parametrize("along", (True, False))
-def test_nan_stays_in_its_row(module, device, reference, along):
-    problem = Problem((100, 200, 70), 136, 256, along, 8, 1)
-    arguments, expected = problem.operands(device, reference)
+def test_nan_stays_in_its_row(module, submodule, device, along):
+    problem = Nf4((100, 200, 70), 136, 256, along, 8, 1)
+    arguments, expected = problem.operands(device, submodule)
     arguments["x"] = arguments["x"].contiguous()
     row = 250
     arguments["x"][arguments["slots"][row]] = torch.nan
@@ -230,10 +313,10 @@ def test_nan_stays_in_its_row(module, device, reference, along):
 
 
 @pytest.mark.parametrize("along", (True, False))
-def test_scales_behind_a_stack_are_not_used(module, device, reference, along):
+def test_scales_behind_a_stack_are_not_used(module, submodule, device, along):
     """An expert's neighbour has an infinite absmax, which no zero would cancel."""
-    problem = Problem((70, 0), 136, 64, along)
-    arguments, expected = problem.operands(device, reference)
+    problem = Nf4((70, 0), 136, 64, along)
+    arguments, expected = problem.operands(device, submodule)
     arguments["absmax"][136:] = torch.inf
     out = module.packed_product(**arguments)
     assert torch.equal(out, expected)
@@ -261,9 +344,9 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
 
 
-def test_graph_capture_follows_new_routings(module, device, reference):
+def test_graph_capture_follows_new_routings(module, submodule, device):
     """Nothing about the routing is fixed on the host."""
-    arguments, _ = Problem((100, 200, 70), 136, 256, True, 8, 1, False).operands(device, reference)
+    arguments, _ = Nf4((100, 200, 70), 136, 256, True, 8, 1, False).operands(device, submodule)
     out = module.packed_product(**arguments)
     graph, _ = capture(lambda: module.packed_product(**arguments, out=out))
     arguments["offsets"].copy_(torch.tensor((0, 3, 3, 360)))
@@ -298,8 +381,8 @@ def test_stacks_beyond_two_to_the_31_elements(module, device):
     assert not out[:, 1:].any()
 
 
-def test_operands_that_do_not_fit_are_refused(module, device, reference):
-    arguments, _ = Problem((10, 20), 128, 64, True, 8, 1).operands(device, reference)
+def test_operands_that_do_not_fit_are_refused(module, submodule, device):
+    arguments, _ = Nf4((10, 20), 128, 64, True, 8, 1).operands(device, submodule)
     for name, value, reason in (
         ("offsets", arguments["offsets"][1:], "must be contiguous int64"),
         ("low", arguments["low"][:, :4], "low must be"),
@@ -316,9 +399,9 @@ def test_operands_that_do_not_fit_are_refused(module, device, reference):
 @pytest.mark.parametrize("scatter", (True, False))
 @pytest.mark.parametrize("nested", (False, True))
 @pytest.mark.parametrize("rank", (16, 12, 1))  # padded to 16 and 8
-def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, nested, scatter):
+def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, scatter):
     """As the ops call it; rows that meet others are rounded once more, before their gates."""
-    arguments, _ = Problem((100, 60), 136, 256, True, 16, 1, False).operands(device, reference)
+    arguments, _ = Nf4((100, 60), 136, 256, True, 16, 1, False).operands(device, submodule)
     order = submodule("kernels.experts.expert_sort")
     ids = torch.repeat_interleave(
         torch.arange(3, device=device), torch.tensor([100, 60, 4], device=device)
@@ -351,143 +434,6 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     assert relative_error(out, expected) <= 5e-3
     assert relative_error(dots, right) <= 5e-3
     assert not dots[160:].any() and dots[:160].all()  # by slot; the last four are sentinels
-
-
-def stack_of(submodule, a: dict, dtype: torch.dtype) -> torch.Tensor:
-    """(E, N, K) by the reference."""
-    experts, *shape = a["stored"]
-    stack = (a["packed"], a["absmax"], torch.arange(experts, device=a["packed"].device), shape)
-    if a["kind"] == "mxfp4":
-        return submodule("reference.mxfp4").mxfp4_dequant(*stack, dtype)
-    block = (a["block_rows"], a["blocksize"])
-    return submodule("reference.fp8").fp8_dequant(*stack, block, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed(Problem):
-    """A problem whose reference is the package's `submodule`."""
-
-    def product(self, a: dict, reference) -> torch.Tensor:
-        weight = stack_of(reference, a, torch.float64)
-        weight = weight.mT if self.along else weight
-        factors = (a.get("low"), a.get("factor"), a["bias"], None)
-        order = (a["slots"], a["offsets"], self.fan, False)
-        return reference("reference.moe").grouped_product(a["x"].double(), weight, *factors, *order)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mxfp4(Packed):
-    """Any codes; scales of a half to 2."""
-
-    def stack(self, integers) -> dict:
-        elements = len(self.counts) * self.n * self.k
-        packed = integers(elements // 2, low=0, high=256, dtype=torch.uint8)
-        scales = (127 + integers(elements // 32, low=-1, high=2)).to(torch.uint8)
-        own = {"packed": packed, "absmax": scales, "codebook": None, "blocksize": 32}
-        return own | {"kind": "mxfp4"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8(Packed):
-    """Small integers; scales of a half to 2 in blocks of several shapes."""
-
-    block: tuple[int, int] = (128, 128)
-
-    def stack(self, integers) -> dict:
-        shape = (len(self.counts), self.n, self.k)
-        rows, columns = self.block[0] or self.n, self.block[1] or self.k
-        packed = integers(*shape, dtype=torch.float32).to(torch.float8_e4m3fn)
-        sizes = (shape[0], -(-self.n // rows), -(-self.k // columns))
-        scales = 2.0 ** integers(*sizes, low=-1, high=2, dtype=torch.float32)
-        own = {"packed": packed.view(torch.uint8).view(-1), "absmax": scales.view(-1)}
-        return own | {
-            "codebook": None,
-            "kind": "fp8",
-            "blocksize": columns,
-            "block_rows": rows,
-        }
-
-
-@pytest.fixture(scope="session")
-def verify(module, submodule, device):
-    """`verify(problem)`: the product is the one right answer, and writes nothing else."""
-    return lambda problem: check(module, device, submodule, problem)
-
-
-def kinds(**blocks):
-    """Both formats, FP8 with several blocks."""
-    return [
-        pytest.param(lambda *a, **o: Mxfp4(*a, **o), id="mxfp4"),
-        *(
-            pytest.param(lambda *a, block=block, **o: Fp8(*a, block=block, **o), id=f"fp8-{name}")
-            for name, block in blocks.items()
-        ),
-    ]
-
-
-EVERY = kinds(blocks=(128, 128), rows=(1, 0), expert=(0, 0), narrow=(1, 64), tall=(64, 0))
-PACKED_SIZES = ((128, 64), (8, 64), (136, 192), (264, 256), (520, 512), (40, 1024), (1000, 320))
-
-
-@pytest.mark.parametrize(("fan", "grouped_out"), [(0, True), (1, False), (3, False), (2, True)])
-@pytest.mark.parametrize("rank", (0, 8, 72))
-@pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("make", EVERY)
-def test_packed_is_exact(verify, make, along, rank, fan, grouped_out):
-    for index, (n, k) in enumerate(PACKED_SIZES):
-        extras = {"bias": index % 2 == 0, "gated": index % 3 == 0, "sentinels": index % 4 * 5}
-        verify(make(EDGES, n, k, along, rank, fan, grouped_out, **extras))
-
-
-@pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("k", (16, 48, 80, 208))
-def test_fp8_rows_end_inside_a_stage(verify, k, along):
-    for block in ((128, 128), (1, 0), (32, 64)):
-        if (block[1] or k) >= 64 or k & (k - 1):
-            verify(Fp8((3, 0, 90), 72, k, along, 8, 1, False, bias=True, block=block))
-
-
-@pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("make", EVERY[:2])
-def test_packed_routings(verify, make, routing, along):
-    verify(make(ROUTINGS[routing], 264, 128, along, 8, 1, False, sentinels=7, gated=True))
-
-
-@pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("make", EVERY[:3])
-def test_a_layer_of_gpt_oss_s_size(verify, make, along):
-    verify(make((256, 0, 300, 1, 97), 5760, 2880, along, 16, 2, False))
-
-
-@pytest.mark.parametrize("along", (True, False))
-@pytest.mark.parametrize("kind", ("mxfp4", "fp8"))
-def test_a_packed_weight_is_used_as_it_decodes(module, submodule, device, kind, along):
-    """The rows of a unit matrix read back what dequantising gives: all codes, many scales."""
-    stored, generator = (2, 256, 320), torch.Generator(device).manual_seed(0)
-
-    def integers(*shape: int, low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, device=device, generator=generator).byte()
-
-    if kind == "mxfp4":  # no scale under which a value is subnormal or infinite
-        a = {"packed": integers(2 * 256 * 160, low=0, high=256), "codebook": None}
-        a |= {"absmax": integers(2 * 256 * 10, low=3, high=251), "blocksize": 32}
-    else:
-        codes = (
-            integers(2 * 256 * 320, low=0, high=127) | integers(2 * 256 * 320, low=0, high=2) << 7
-        )
-        scales = torch.rand(2 * 256 * 5, device=device, generator=generator)
-        a = {"packed": codes, "codebook": None, "absmax": scales}
-        a |= {"blocksize": 64, "block_rows": 1}
-    a |= {"stored": stored, "kind": kind}
-    dense = stack_of(submodule, a, torch.bfloat16)
-    depth = stored[2] if along else stored[1]
-    eye = torch.eye(depth, device=device).bfloat16().repeat(2, 1)
-    offsets = torch.arange(3, device=device) * depth
-    place = {"slots": torch.arange(2 * depth, device=device), "offsets": offsets}
-    out = module.packed_product(eye, **a, **place, along=along, fan=0, grouped_out=True)
-    expected = (dense.mT if along else dense).reshape(2 * depth, -1)
-    assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
 
 @pytest.mark.parametrize("scale", (0, 1, 254, 255))

@@ -20,6 +20,8 @@ from ._products import Dense, Problem, exact, laid_out, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
+symmetric = module_fixture("kernels.products.symmetric_matmul", "symmetric_matmul")
+
 HALVES = (torch.float16, torch.bfloat16)
 SYMMETRIC = (
     *("sm90_128x256", "sm90_128x128"),
@@ -31,9 +33,6 @@ DENSE_OR_AUTO = ("auto", *DENSE)
 # Around the sides of tiles and instructions; a stage holds 64 of k, a ring 3, 5 or 7 stages.
 SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
 DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)
-
-
-symmetric = module_fixture("kernels.products.symmetric_matmul", "symmetric_matmul")
 
 
 @pytest.fixture(scope="session")

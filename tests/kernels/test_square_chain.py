@@ -9,12 +9,13 @@ from .._compare import assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
 from ._products import CHAINS, PREFACTOR, definition, draw, exact_norms, operand, run_chain
 
+module = module_fixture("kernels.products.square_chain")
+slices = module_fixture("kernels.products.gram_polynomial_slice")
+iteration = module_fixture("orthogonalize.gram_polynomial")
+
 HALF = torch.float16
 BLOCK = 128
 SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
-
-
-module = module_fixture("kernels.products.square_chain")
 
 
 @pytest.fixture(scope="session")
@@ -201,10 +202,6 @@ def one_by_one(ops, x, squares, scale) -> torch.Tensor:
         ops.symmetric_matmul(terms[j], terms[j], terms[i], out, *options)
         terms.append(out)
     return terms[-1]
-
-
-slices = module_fixture("kernels.products.gram_polynomial_slice")
-iteration = module_fixture("orthogonalize.gram_polynomial")
 
 
 def test_the_table_in_the_form_that_the_op_takes(slices, submodule) -> None:

@@ -11,10 +11,9 @@ from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from ..conftest import module_fixture
 from ._products import DTYPES, PATTERNS, Problem, exact, laid_out
 
-PATHS = ("public", "reference")
-
-
 module = module_fixture("kernels.products.symmetric_matmul")
+
+PATHS = ("public", "reference")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ import torch
 from ..conftest import ROOT, module_fixture
 from ._products import TILES as NAMED
 
+module = module_fixture("kernels.products.matmul_add")
+
 SOURCES = ROOT / "kernels-src"
 
 
@@ -109,9 +111,6 @@ def test_auto_respects_blocks_of_upper_storage(probe, submodule):
         right = probe.pick_tile(0, 2, batch, n, m, m, 132)
         assert tiles[left] in ("sm90_128x256", "sm90_128x128")
         assert tiles[right] in ("sm90_256x128", "sm90_128x128")
-
-
-module = module_fixture("kernels.products.matmul_add")
 
 
 def test_the_tiles_have_their_numbers(module):

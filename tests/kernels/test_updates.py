@@ -11,6 +11,9 @@ from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
 from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import AdamW, ApplyUpdate, draw_lists, int16
 
+rounding = module_fixture("reference.rounding")
+rescaling = module_fixture("kernels.step.scale_rows")
+
 
 @pytest.fixture(scope="module")
 def op(submodule):
@@ -275,9 +278,6 @@ def test_second_moments_keep_small_values(kernels, device, beta2, axis, dtype):
     assert ((found - expected).abs() <= (ROUNDINGS + 2 * 2.0**-24) * expected).all()
 
 
-rounding = module_fixture("reference.rounding")
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -389,9 +389,6 @@ def test_float16_residual_is_exact_from_two_to_the_minus_17(rounding):
 STACKS = [(1, 1, 1), (3, 5, 7), (2, 8, 64), (2, 3, 2056), (1, 130, 1030), (4, 1, 3), (2, 600, 2)]
 # float32: norms and products are rounded once each; 16 bits: their own rounding besides.
 BUDGETS = {torch.float32: 5e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3, torch.float64: 5e-15}
-
-
-rescaling = module_fixture("kernels.step.scale_rows")
 
 
 def drawn(shape, dtype, device, seed: int = 0) -> torch.Tensor:

@@ -20,6 +20,8 @@ from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
 from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
 from ._eager import LayerProblem
 
+plans = module_fixture("kernels.launch.launch_plan")
+
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
     LayerProblem(**SMALL),
@@ -328,9 +330,6 @@ PLAYED = [
     LayerProblem(dtype=torch.float32),
     LayerProblem(tokens=1, dtype=torch.bfloat16),
 ]
-
-
-plans = module_fixture("kernels.launch.launch_plan")
 
 
 @pytest.fixture

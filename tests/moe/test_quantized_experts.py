@@ -12,6 +12,8 @@ from torch import nn
 from .._compare import assert_same_bits
 from ..conftest import module_fixture
 
+weights = module_fixture("moe.quantized.expert_weights")
+
 SHAPE = (5, 24, 40)
 ODD = (5, 7, 9)  # 63 elements per expert
 FORMATS = (
@@ -239,9 +241,6 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, q
     assert not experts.expert_lora.merged
     for key, value in experts.state_dict().items():
         assert_same_bits(value, before[key])
-
-
-weights = module_fixture("moe.quantized.expert_weights")
 
 
 def draw_weights(shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:

@@ -10,6 +10,8 @@ from ...conftest import module_fixture
 from ...moe._eager import LayerProblem, assert_layer_close_to_eager
 from .test_grouped_lora import RANK, TOP_K, N, operands
 
+moe = module_fixture("moe")
+
 # 72: two tiles of columns either way, the last one not full. 11 experts: a group of 8 and a rest.
 PROBLEMS = (
     LayerProblem(0),
@@ -18,9 +20,6 @@ PROBLEMS = (
     LayerProblem(9, hidden=16, intermediate=24, rank=None, rank_down=3, interleaved=True),
     LayerProblem(9, hidden=16, intermediate=24, rank=3, rank_down=None, dtype=torch.float16),
 )
-
-
-moe = module_fixture("moe")
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ import torch
 from ..._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ...conftest import module_fixture
 
+launch = module_fixture("kernels.experts.grouped_launch_triton")
+config = module_fixture("kernels.experts.tile_tables")
+
 EXPERTS, TOP_K, RANK = 3, 2, 3
 K, N, TOKENS = 16, 24, 9
 PATHS = ("reference", "triton")
@@ -322,9 +325,6 @@ def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
 LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
 
 
-launch = module_fixture("kernels.experts.grouped_launch_triton")
-
-
 @pytest.fixture
 def reordered(launch, watch):
     return watch(launch, "reorder", lambda _, source, target: tuple(source.shape))
@@ -422,9 +422,6 @@ def test_where_a_sum_is_cut(launch):
             parts = -(-k // span)
             assert span % depth == 0 and (parts - 1) * span < k <= parts * span
             assert parts <= max(k // launch.config.SPAN, 1)
-
-
-config = module_fixture("kernels.experts.tile_tables")
 
 
 @pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ..._compare import assert_error_at_most, assert_same_bits
 from ...conftest import module_fixture
 
-PATHS = ("reference", "triton")
-
-
 module = module_fixture("kernels.experts.expert_sort")
+over_rows = module_fixture("kernels.experts.rows")
+
+PATHS = ("reference", "triton")
 
 
 def by_hand(ids: list[list[int]], experts: int, tile_rows: int):
@@ -200,9 +200,6 @@ def test_wrong_options(module):
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-over_rows = module_fixture("kernels.experts.rows")
 
 
 def problem(device, dtype, tokens=7, top_k=3, n=40, valid=17, seed=0):

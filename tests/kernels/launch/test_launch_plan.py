@@ -12,13 +12,12 @@ import torch
 
 from ...conftest import module_fixture
 
+plans = module_fixture("kernels.launch.launch_plan")
+memory = module_fixture("kernels.launch.plan_memory")
+
 ALLOCATE, FREE, WAIT, LAUNCH = range(4)
 LOADED = ("function", "threads", "shared")
 DTYPES = {6: torch.float32, 7: torch.float64, 0: torch.uint8, 4: torch.int64}
-
-
-plans = module_fixture("kernels.launch.launch_plan")
-memory = module_fixture("kernels.launch.plan_memory")
 
 
 class Stream:

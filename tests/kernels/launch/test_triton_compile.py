@@ -20,10 +20,9 @@ from ...conftest import module_fixture
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-OPTIONS = {"num_warps": 2, "launch_pdl": True}
-
 
 compiler = module_fixture("kernels.launch.triton_compile")
+OPTIONS = {"num_warps": 2, "launch_pdl": True}
 
 
 @pytest.fixture
