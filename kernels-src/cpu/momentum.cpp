@@ -43,7 +43,7 @@ Tensor momentum_cpu(const TensorVector& grads, const TensorVector& buffers, cons
                     std::optional<Tensor> batch) {
   const Problem p = momentum::describe(grads, buffers, out, mu, nesterov, ema, scale, batch);
   const auto count = static_cast<int64_t>(grads.size());
-  Tensor stats = torch::stable::new_empty(grads[0], {count, 2}, ScalarType::Float);
+  Tensor stats = allocate(grads[0], {count, 2}, ScalarType::Float);
   auto* values = static_cast<float*>(stats.data_ptr());
   std::vector<Partial> partials;
   for (size_t k = 0; k < p.items.size(); ++k) {

@@ -47,7 +47,7 @@ Tensor evaluate(const Tensor& R, const Squares& squares, const std::optional<Ten
   const int64_t last = *std::max_element(squares.places.begin(), squares.places.end());
   TensorVector buffers(last + 1, R);
   for (int64_t place = 1; place <= last; ++place) {
-    buffers[place] = torch::stable::empty_like(R);
+    buffers[place] = allocate(R, {R.size(0), R.size(1), R.size(2)}, ScalarType::Half);
   }
   if (zeros.has_value()) {
     square_chain_cuda(buffers, squares.places, squares.operands, squares.alphas, squares.betas,
@@ -71,8 +71,9 @@ Tensor evaluate(const Tensor& R, const Squares& squares, const std::optional<Ten
 
 // X X^T, or X^T X of a tall X
 Tensor gram(const Tensor& x, bool tall, bool upper) {
-  const Tensor rows = tall ? torch::stable::transpose(x, 1, 2) : x;
-  const Tensor R = torch::stable::new_empty(x, {rows.size(0), rows.size(1), rows.size(1)});
+  const int64_t matrices = x.size(0), r = x.size(1), c = x.size(2);
+  const Tensor rows = tall ? viewed(x, {matrices, c, r}, {r * c, 1, c}) : x;
+  const Tensor R = allocate(x, {matrices, rows.size(1), rows.size(1)}, ScalarType::Half);
   symmetric_matmul_cuda(rows, rows, std::nullopt, R, 1.0, 0.0, 0.0, kAutoTile, std::nullopt, 1, 1,
                         upper);
   return R;
@@ -114,21 +115,21 @@ void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
   const int64_t counters = 1 + squares * matrices;  // of one chain
   std::optional<Tensor> zeros, first_zeros, second_zeros;
   if (chain) {
-    zeros = torch::stable::new_empty(out, {2 * counters}, ScalarType::Int);
-    Tensor& both = *zeros;
-    first_zeros = torch::stable::narrow(both, 0, 0, counters);
-    second_zeros = torch::stable::narrow(both, 0, counters, counters);
+    zeros = allocate(out, {2 * counters}, ScalarType::Int);
+    first_zeros = viewed(*zeros, {counters}, {1});
+    second_zeros = viewed(*zeros, {counters}, {1}, counters);
   }
-  Tensor x = torch::stable::new_empty(out, {matrices, rows, columns});
+  Tensor x = allocate(out, {matrices, rows, columns}, ScalarType::Half);
   normalize_cuda(pieces, x, 1.0 / start_norm, zeros);
 
   Tensor M = gram(x, tall, upper);  // R = M_0
-  const Tensor factors = torch::stable::new_empty(out, {matrices}, ScalarType::Float);
-  const Tensor roots = torch::stable::new_empty(out, {matrices}, ScalarType::Float);
+  const Tensor of_norms = allocate(out, {2 * matrices}, ScalarType::Float);
+  const Tensor factors = viewed(of_norms, {matrices}, {1});
+  const Tensor roots = viewed(of_norms, {matrices}, {1}, matrices);
   norm_factors_cuda(M, factors, roots, prefactor, true);
   M = evaluate(M, squares_of(places, operands, coefficients, 0), factors, first_zeros);
   {
-    const Tensor next = torch::stable::new_empty(out, {matrices, rows, columns});
+    const Tensor next = allocate(out, {matrices, rows, columns}, ScalarType::Half);
     apply(x, M, next, roots, tall, upper);
     x = next;
   }

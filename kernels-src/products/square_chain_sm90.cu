@@ -153,8 +153,7 @@ void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int
                        zeros->scalar_type() == ScalarType::Int && zeros->device() == x.device()),
                   "square_chain: zeros must be (1 + squares * batch,), contiguous, int32, on the "
                   "buffers' device");
-  const Tensor counters =
-      zeros.has_value() ? *zeros : torch::stable::new_empty(x, {count}, ScalarType::Int);
+  const Tensor counters = zeros.has_value() ? *zeros : allocate(x, {count}, ScalarType::Int);
   auto* const data = static_cast<uint32_t*>(counters.data_ptr());
   launch_chain(chain, data, zeros.has_value(), device, static_cast<cudaStream_t>(stream));
 }

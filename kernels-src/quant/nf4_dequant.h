@@ -122,7 +122,7 @@ inline Tensor empty_output(const Problem& p, IntHeaderOnlyArrayRef expert_shape,
                            const Tensor& packed) {
   std::vector<int64_t> shape{p.num_active};
   shape.insert(shape.end(), expert_shape.begin(), expert_shape.end());
-  return torch::stable::new_empty(packed, shape, dtype);
+  return allocate(packed, shape, dtype);
 }
 
 }  // namespace optimizer::nf4

@@ -218,7 +218,7 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
   const cudaStream_t stream = stream_of(like);
   const auto count = static_cast<int64_t>(params.size());
-  Tensor workspace = torch::stable::new_empty(like, {count * 2}, ScalarType::Float);
+  Tensor workspace = allocate(like, {count * 2}, ScalarType::Float);
   auto* corrections = static_cast<Corrections*>(workspace.data_ptr());
   auto advance = batch_of<StepEntry>([&](const List<StepEntry>& list, unsigned grid) {
     const unsigned blocks = (grid + kThreads - 1) / kThreads;

@@ -263,8 +263,7 @@ Tensor variance_entries(const Problem& p, const Tensor& like, std::vector<Varian
     // Every item starts on a 16-byte boundary.
     total += (m.batch * m.kept() * (entry.strips + 1) + 3) / 4 * 4;
   }
-  Tensor workspace =
-      torch::stable::new_empty(like, {std::max<int64_t>(total, 1)}, ScalarType::Float);
+  Tensor workspace = allocate(like, {std::max<int64_t>(total, 1)}, ScalarType::Float);
   auto* data = static_cast<float*>(workspace.data_ptr());
   for (size_t k = 0; k < entries.size(); ++k) {
     VarianceEntry& entry = entries[k];

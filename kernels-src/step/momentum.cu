@@ -222,7 +222,7 @@ Tensor momentum_cuda(const TensorVector& grads, const TensorVector& buffers,
   const torch::stable::accelerator::DeviceGuard guard(grads[0].get_device_index());
   const cudaStream_t stream = stream_of(grads[0]);
   const auto count = static_cast<int64_t>(grads.size());
-  Tensor stats = torch::stable::new_empty(grads[0], {count, 2}, ScalarType::Float);
+  Tensor stats = allocate(grads[0], {count, 2}, ScalarType::Float);
   std::vector<Range> ranges;
   std::vector<uint32_t> keys;
   int64_t total = 0;
@@ -234,8 +234,7 @@ Tensor momentum_cuda(const TensorVector& grads, const TensorVector& buffers,
     total += chunks;
   }
   STD_TORCH_CHECK(total <= UINT32_MAX, "momentum: ", total, " chunks are too many for one call");
-  Tensor workspace =
-      torch::stable::new_empty(grads[0], {std::max<int64_t>(total, 1) * 2}, ScalarType::Float);
+  Tensor workspace = allocate(grads[0], {std::max<int64_t>(total, 1) * 2}, ScalarType::Float);
   auto* partials = static_cast<Partial*>(workspace.data_ptr());
   const Args args{p.rule, p.scale, partials};
   for_classes(keys, [&](const std::vector<size_t>& members) {

@@ -159,6 +159,16 @@ def test_checkpointing_and_a_graph_that_serves_twice(moe, device, taken, use_ree
     assert len(taken) == 3
 
 
+def test_no_node_where_nothing_is_recorded(moe, submodule, device, taken, monkeypatch) -> None:
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
+    expected = layer(x, ids, gates)
+    monkeypatch.setattr(submodule("moe.eager_layer"), "_Layer", None)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same_bits(layer(x, ids, gates).clone(), expected.detach())
+    assert len(taken) == 3
+
+
 def test_leading_dimensions_and_no_gradient(moe, device, taken) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     out = layer(x, ids, gates)

@@ -171,7 +171,7 @@ void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& ro
   p.tiling = p.triangle ? upper_tiling_of(p.x.rows, chunk) : tiling_of(p.x.rows, p.x.cols, chunk);
   STD_TORCH_CHECK(p.tiling.tiles <= INT32_MAX, "norm_factors: a matrix has too many elements");
   const int64_t blocks = p.x.count * p.tiling.chunks;
-  const Tensor sums = torch::stable::new_empty(x, {blocks}, ScalarType::Double);
+  const Tensor sums = allocate(x, {blocks}, ScalarType::Double);
   p.sums = static_cast<double*>(sums.data_ptr());
   const bool early = starts_early(device);
   if (p.triangle) {

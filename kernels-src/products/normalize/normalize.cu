@@ -162,8 +162,8 @@ class Workspace {
         counters_(launches),
         arrived_(quotient_up(matrices, 2)),
         sums_(matrices * tiling.chunks),
-        memory_(torch::stable::new_empty(
-            like, {cleared() + quotient_up(matrices * tiling.tiles, 2)}, ScalarType::Long)) {}
+        memory_(allocate(like, {cleared() + quotient_up(matrices * tiling.tiles, 2)},
+                         ScalarType::Long)) {}
 
   uint64_t* data() const { return static_cast<uint64_t*>(memory_.data_ptr()); }
   int64_t cleared() const { return counters_ + arrived_ + matrices_ + sums_; }

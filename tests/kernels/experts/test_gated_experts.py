@@ -1,6 +1,7 @@
 """gated_experts: the layer in one op gives what eager torch gives, and keeps only what it must."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -189,6 +190,42 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
     assert_error_at_most(ops.gated_experts(*arguments)[0], expected, 1e-6)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.gated_experts.default, arguments, test_utils=checks)
+
+
+def test_dynamo_leaves_the_bodies_of_ops_alone(moe, submodule, ops, device, monkeypatch):
+    """Where a frame that it gave up calls them: sort, forward and backward."""
+    launches = submodule("kernels.experts.gated_launch_triton")
+    sort = submodule("kernels.experts.expert_sort")
+    traced = []
+
+    def note(place, name: str) -> None:
+        real = getattr(place, name)
+
+        def noted(*given):
+            traced.append((name, torch.compiler.is_compiling()))
+            return real(*given)
+
+        monkeypatch.setattr(place, name, noted)
+
+    names = ("expert_sort", "gated_experts_triton", "gated_experts_backward_triton")
+    for place, name in zip((sort.reference, launches, launches), names, strict=True):
+        note(place, name)
+    problem = LayerProblem(6, experts=3, hidden=8, intermediate=8, rank=2, rank_down=2)
+    layer = problem.module(moe, device).requires_grad_(False)
+    x, gates, grad = (one.detach() for one in problem.inputs(device))
+    ids, lora = problem.ids(device), layer.expert_lora.factors()
+    first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, None, 2.0)
+    second = (layer.down_proj.mT, lora.down.a, lora.down.b, None, 2.0)
+
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def given_up(x, gates, grad):
+        slots, rows, offsets, tiles = ops.expert_sort(ids, 3, 16, "reference")
+        layer = (*first, *second, slots, offsets, rows, tiles, 16, 2, gates, "silu", False)
+        _, *kept = ops.gated_experts(x, *layer, True)
+        return ops.gated_experts_backward(grad, *kept, x, *layer, 1)[0]
+
+    torch.compile(lambda *given: given_up(*given), backend="eager")(x, gates, grad)
+    assert traced == [(name, False) for name in names]
 
 
 def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch, watch):

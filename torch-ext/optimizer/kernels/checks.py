@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,21 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def on_device_of(x: Tensor) -> torch.cuda.device_of:
     """A context in which Triton launches on the device of `x`; it would take the current one."""
     return torch.cuda.device_of(x)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of an op that Dynamo leaves alone where a frame that it gave up calls the op.
+
+    `custom_op` has its bodies so by `torch._disable_dynamo`, which takes an eager call 0.5 us and
+    loads torch's compiler in the first one. Here only a call that is being traced goes that way.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def body(*arguments: Any) -> Any:
+        return (disabled if torch.compiler.is_compiling() else function)(*arguments)
+
+    return body
 
 
 def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:

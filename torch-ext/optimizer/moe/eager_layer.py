@@ -91,7 +91,10 @@ def eager_layer(
     if launches is None:
         return None
     operands = (x, w1, *leaves1, biases[0], w2, *leaves2, biases[1], gates)
-    out = _Layer.apply(*operands, ids, frozen, launches, form, torch.is_grad_enabled())
+    if torch.is_grad_enabled():
+        out = _Layer.apply(*operands, ids, frozen, launches, form)
+    else:  # a node that records nothing takes the host a quarter of such a call
+        (out,) = _run((*operands, ids, *frozen), (launches, form), False, ())
     return out if out.shape == hidden_states.shape and dtype is None else _as(out, hidden_states)
 
 
@@ -187,12 +190,10 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *leaves, ids, frozen, launches, form, records = arguments
-        wants = ctx.needs_input_grad[:_LEAVES]
-        keeps = records and True in wants
-        operands, constants = (*leaves, ids, *frozen), (launches, form)
-        ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
-        out, *kept = replayed("experts", _forward, operands, (*constants, keeps), ahead)
+        *leaves, ids, frozen, launches, form = arguments
+        wants, constants = ctx.needs_input_grad[:_LEAVES], (launches, form)
+        keeps = True in wants
+        out, *kept = _run((*leaves, ids, *frozen), constants, keeps, wants)
         if keeps:
             # Not saved tensors: packed bytes are the module's own; no hook may pin or move them.
             ctx.frozen, ctx.constants = frozen, constants
@@ -206,13 +207,21 @@ class _Layer(torch.autograd.Function):
         return run(ctx, grad)
 
 
+def _run(
+    operands: Sequence[Tensor | None], constants: tuple, keeps: bool, wants: tuple[bool, ...]
+) -> Sequence[Tensor]:
+    """What `_forward` gives; the constants are the launches and the form."""
+    ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
+    return replayed("experts", _forward, operands, (*constants, keeps), ahead)
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of all arguments of `_Layer`."""
     check_single(grad)
     wants = ctx.needs_input_grad[:_LEAVES]
     operands = (grad, *ctx.saved_tensors, *ctx.frozen)
     found = iter(replayed("experts_backward", _backward, operands, (*ctx.constants, wants)))
-    return *[next(found) if want else None for want in wants], None, None, None, None, None
+    return *[next(found) if want else None for want in wants], None, None, None, None
 
 
 def check_single(grad: Tensor) -> None:

@@ -49,13 +49,9 @@ def experts_forward(
     for name, value, kind in (("layout", layout, ExpertsLayout), ("lora", lora, ExpertsLora)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")
-    for name, weight in (("gate_up", gate_up), ("down", down)):
-        if (shape := getattr(weight, "shape", None)) is None:
-            raise TypeError(f"{name} must be a stack of experts, got {type(weight).__name__}")
-        if len(shape) != 3:
-            raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(shape)}")
+    shapes = _stack_shape("gate_up", gate_up), _stack_shape("down", down)
     check_dense("hidden_states", hidden_states)
-    _check_widths(hidden_states, gate_up, down, layout)
+    _check_widths(hidden_states, *shapes, layout)
     tensors = (hidden_states, top_k_index, top_k_weights)
     parameters = ((gate_up, down), (gate_up_bias, down_bias))
     if (out := eager_layer(*tensors, *parameters, layout, lora, backend)) is not None:
@@ -259,15 +255,26 @@ def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor
     return rows, *(x.reshape(tokens, x.shape[-1]) for x in (index, weights))
 
 
-def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:
-    """The two weights belong to each other and to the input."""
-    (experts, width, hidden), (others, outputs, inputs) = gate_up.shape, down.shape
+def _stack_shape(name: str, weight: Any) -> Sequence[int]:
+    """Of a weight of three dimensions; of a packed one it is made anew by every look."""
+    if (shape := getattr(weight, "shape", None)) is None:
+        raise TypeError(f"{name} must be a stack of experts, got {type(weight).__name__}")
+    if len(shape) != 3:
+        raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(shape)}")
+    return shape
+
+
+def _check_widths(
+    x: Tensor, gate_up: Sequence[int], down: Sequence[int], layout: ExpertsLayout
+) -> None:
+    """The shapes of the two weights belong to each other and to the input."""
+    (experts, width, hidden), (others, outputs, inputs) = gate_up, down
     if layout.transposed:
         width, hidden, outputs, inputs = hidden, width, inputs, outputs
     expected = (experts, hidden, width // 2 if layout.gated else width)
     if (others, outputs, inputs) != expected or (layout.gated and width % 2):
         raise ValueError(
-            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one stack of "
+            f"gate_up {tuple(gate_up)} and down {tuple(down)} are not one stack of "
             f"experts in {layout}; gate_up is (E, 2I, H) and down (E, H, I), transposed the other "
             "way around, and I in place of 2I without a gate"
         )

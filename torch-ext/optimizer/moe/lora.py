@@ -83,13 +83,9 @@ class PeftFactors(LoraFactors):
         *,
         swapped: bool = False,
     ) -> None:
-        for name, value in (
-            ("matrices", (lora_A, lora_B)),
-            ("num_experts", num_experts),
-            ("scaling", scaling),
-            ("swapped", swapped),
-        ):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(
+            matrices=(lora_A, lora_B), num_experts=num_experts, scaling=scaling, swapped=swapped
+        )
 
     def _views(self) -> tuple[Tensor, Tensor]:
         a, b = factor_views(*self.matrices, self.num_experts)

@@ -19,7 +19,7 @@ from torch.library import define, impl, register_fake
 from ..._ops import add_op_namespace_prefix, ops
 from ...dispatch import TRITON_PATHS, experts_path_name
 from ...reference import moe as reference
-from ..checks import INTEGERS, check_tensor
+from ..checks import INTEGERS, check_tensor, untraced
 from ..launch.launch_plan import replayed
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
@@ -103,6 +103,7 @@ define(
 
 
 @impl(add_op_namespace_prefix("expert_sort"), "default")
+@untraced
 def _expert_sort(
     expert_ids: Tensor,  # (T, k)
     num_experts: int,

@@ -23,7 +23,7 @@ from torch.library import define, impl, register_autograd, register_fake
 
 from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
-from ..checks import gradient_like, refuse_forward_mode
+from ..checks import gradient_like, refuse_forward_mode, untraced
 from ..launch.launch_plan import replayed
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights, GatedLayer
@@ -85,6 +85,7 @@ define(
 
 
 @impl(add_op_namespace_prefix("gated_experts"), "default")
+@untraced
 def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from .gated_launch_triton import gated_experts_triton
 
@@ -108,6 +109,7 @@ def _fake(x, *arguments):
 
 
 @impl(add_op_namespace_prefix("gated_experts_backward"), "default")
+@untraced
 def _gated_experts_backward(
     grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
 ) -> tuple[Tensor, ...]:
