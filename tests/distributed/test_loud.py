@@ -92,10 +92,13 @@ def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing
     if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
         pytest.fail("this torch has no symmetric memory")
     monkeypatch.setattr(distributed, "_symmetric_memory", other)
-    found = module._missing(torch.device("cuda", 0))
+    here = torch.device("cuda", 0)
+    taken = module._missing(here, sets_backend=False)  # by "auto", which changes nothing
+    assert taken.startswith("another backend") == (name == "NVSHMEM") and other.name == name
+    found = module._missing(here, sets_backend=True)
     assert found.startswith(missing) if missing else found == ""
     monkeypatch.setattr(distributed, "_symmetric_memory", SimpleNamespace())
-    assert module._missing(torch.device("cuda", 0)).startswith("torch too old")
+    assert module._missing(here, sets_backend=True).startswith("torch too old")
 
 
 def one_exchange(policy: Any, size: int, ranks: int = 2) -> Any:
@@ -128,7 +131,7 @@ class Failing(SharedMemory):
     at = ""
 
     @classmethod
-    def facts(cls, device: torch.device) -> dict[str, Any]:
+    def facts(cls, device: torch.device, **options: bool) -> dict[str, Any]:
         if cls.at == "facts" and distributed.get_rank() == 1:
             raise RuntimeError("no driver")
         return SharedMemory.facts(device)

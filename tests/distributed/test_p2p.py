@@ -264,7 +264,7 @@ class WithoutFirst(SharedMemory):
     """Memory of which rank 0 has none."""
 
     @staticmethod
-    def facts(device: torch.device) -> dict[str, Any]:
+    def facts(device: torch.device, **options: bool) -> dict[str, Any]:
         if distributed.get_rank() == 0:
             raise RuntimeError("no driver")
         return SharedMemory.facts(device)

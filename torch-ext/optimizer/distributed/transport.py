@@ -332,7 +332,7 @@ class GroupTransport(AllToAll):
     def _facts(self, traffic: Traffic, asked: str) -> dict[str, Any]:
         """What this rank tells the others about itself."""
         arena = self._arena
-        facts = dict(self.memory.facts(traffic.device))
+        facts = dict(self.memory.facts(traffic.device, sets_backend=asked != "auto"))
         facts["counts"] = traffic.counts
         facts["computing_ms"] = traffic.computing_ms
         facts["copy_engines"] = why_not_here() if asked == "nccl_ce" else None

@@ -27,8 +27,11 @@ class SymmetricMemory:
     device_type = "cuda"
 
     @staticmethod
-    def facts(device: torch.device) -> Facts:
-        """What decides whether this rank can share memory of a device with others."""
+    def facts(device: torch.device, *, sets_backend: bool = True) -> Facts:
+        """What decides whether this rank can share memory of a device with others.
+
+        `sets_backend`: torch's symmetric memory may be set to the backend that this needs.
+        """
         found: dict[str, Any] = {"host": _host(), "device": None, "reached": (), "missing": ""}
         found["overlap"] = os.environ.get(OVERLAPPING) == "1"
         if device.type != "cuda":
@@ -41,7 +44,7 @@ class SymmetricMemory:
             if k == number or torch.cuda.can_device_access_peer(number, k)
         ]
         found |= {"device": uuids[number], "seen": uuids, "reached": reached}
-        return {**found, "missing": _missing(torch.device("cuda", number))}
+        return {**found, "missing": _missing(torch.device("cuda", number), sets_backend)}
 
     @staticmethod
     def allocate(size: int, device: torch.device) -> Tensor:
@@ -105,7 +108,7 @@ def _uuid(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
-def _missing(device: torch.device) -> str:
+def _missing(device: torch.device, sets_backend: bool) -> str:
     """What of torch's symmetric memory is missing on a device; empty if nothing is."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -118,6 +121,8 @@ def _missing(device: torch.device) -> str:
         return f"torch too old: the symmetric memory of {torch.__version__} has no rendezvous"
     backend = _symmetric_memory.get_backend(device)
     if backend not in (None, BACKEND):
+        if not sets_backend:
+            return f"another backend: symmetric memory of this process is {backend}'s"
         try:
             _symmetric_memory.set_backend(BACKEND)
         except RuntimeError:
