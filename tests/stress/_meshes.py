@@ -121,7 +121,7 @@ class Problem:
             options = self._options(number)
             blocks = cut(tuple(param.shape), name, options, name)
             if planning.local_blocks(blocks, layout, team) is None:
-                matrices += planning.matrices_of(param, name, blocks, layout, team, None)
+                matrices += planning.matrices_of(param, blocks, layout, team, None)
         group = planning.SharedGroup(
             0,
             team,

@@ -19,7 +19,6 @@ class SharedMatrix:
     """A matrix of a parameter that several ranks work on."""
 
     param: Tensor
-    where: str
     job: Job
     matrix: tuple[int, int]  # (m, n)
     statistics: Run  # (start, length) in what this rank has of the second_momentum_buffer

@@ -86,7 +86,6 @@ def check_statistics(options: MuonOptions, param: Tensor, where: str) -> None:
 
 def matrices_of(
     param: Tensor,
-    where: str,
     blocks: Blocks,
     layout: Layout,
     team: Team,
@@ -110,7 +109,6 @@ def matrices_of(
                 start += (here - expert) * blocks.heads * length
         yield SharedMatrix(
             param=param,
-            where=where,
             job=Job(layout, team.coordinates, region),
             matrix=piece.matrix,
             statistics=(start, length),
@@ -343,7 +341,7 @@ class Owners:
         return Bands(whole, parts, (0,) * len(parts), tuple(rows))
 
     def slice_chunks(
-        self, param: Tensor, where: str, wire: torch.dtype, config: DistributedConfig
+        self, param: Tensor, wire: torch.dtype, config: DistributedConfig
     ) -> list[SliceChunk]:
         """The rows of a parameter in chunks of bounded size."""
         wide = torch.promote_types(param.dtype, torch.float32)
@@ -363,7 +361,7 @@ class Owners:
                 for first, length in run:
                     taken = min(step, length - start)
                     if taken > 0:
-                        members.append(self._run(param, where, (first + start, taken)))
+                        members.append(self._run(param, (first + start, taken)))
                         owners.append(rank)
             chunk = self._chunk(members, travels, owners, param.dtype.itemsize)
             chunks.append(SliceChunk(chunk, last=start + step >= rows))
@@ -381,12 +379,11 @@ class Owners:
         options = {"from_all": True, "answer_itemsize": answer_itemsize}
         return chunk_of(self.team, members, owners, wire, **options)
 
-    def _run(self, param: Tensor, where: str, rows: Run) -> SharedMatrix:
+    def _run(self, param: Tensor, rows: Run) -> SharedMatrix:
         shape = tuple(param.shape)
         region = (rows, *((0, size) for size in shape[1:]))
         return SharedMatrix(
             param=param,
-            where=where,
             job=Job(self.team.layout(shape), self.team.coordinates, region),
             matrix=(rows[1], math.prod(shape[1:])),
             statistics=(0, 0),

@@ -178,11 +178,11 @@ class Ranks:
             for where, param, _ in entries:
                 self._common(team).add(number, where, param)
             # What backward comes to first leaves first.
-            for where, param, blocks in entries[:: -1 if self.config.reduce_in_backward else 1]:
+            for _, param, blocks in entries[:: -1 if self.config.reduce_in_backward else 1]:
                 if param.numel():
                     layout = layout_on(param, team)
                     dtype = options.momentum_dtype
-                    matrices += matrices_of(param, where, blocks, layout, team, dtype)
+                    matrices += matrices_of(param, blocks, layout, team, dtype)
             made = owners.matrix_chunks(matrices, wire, self.config)
             if self.config.reduce_in_backward:
                 place = {param: k for k, (_, param, _) in enumerate(entries)}
@@ -192,7 +192,7 @@ class Ranks:
             for where, param in named:
                 self._common(team).add(number, where, param)
                 if owners.sliced(param):
-                    chunks[number] += owners.slice_chunks(param, where, wire, self.config)
+                    chunks[number] += owners.slice_chunks(param, wire, self.config)
                 else:
                     dtype = torch.promote_types(param.dtype, torch.float32)
                     small.setdefault((dtype, param.device), []).append((number, param))
@@ -228,7 +228,7 @@ class Ranks:
                 self._common(team).add(number, where, param)
             check_rounding(options, param, where)
             check_statistics(options, param, where)
-            matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
+            matrices = matrices_of(param, blocks, layout, team, options.momentum_dtype)
             shared.setdefault(id(team), (team, []))[1].extend(matrices)
         return own, [
             SharedGroup(
