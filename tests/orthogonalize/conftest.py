@@ -9,11 +9,16 @@ restarts = module_fixture("orthogonalize.gram_newton_schulz")
 
 
 @pytest.fixture
-def forgets_devices(dispatch):
+def forgets_devices(dispatch, submodule):
     """What is remembered of a device does not outlive a test that pretends another one."""
-    dispatch.pick.cache_clear()
-    yield
-    dispatch.pick.cache_clear()
+
+    def forget() -> None:
+        dispatch.pick.cache_clear()
+        submodule("orthogonalize.arguments").default_dtype.cache_clear()
+
+    forget()
+    yield forget
+    forget()
 
 
 choose = module_fixture("orthogonalize.choose")

@@ -20,6 +20,7 @@ def capability(monkeypatch, forgets_devices):
 
     def pretend(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        forgets_devices()
 
     return pretend
 

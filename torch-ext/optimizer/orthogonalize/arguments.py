@@ -11,6 +11,7 @@ shape and step; the function behind it gives the same bits without them (`call`)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,6 +126,7 @@ def dtype_for(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return default_dtype(dtype, device)
 
 
+@functools.cache  # torch takes the host 5 us to look a device up
 def default_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Iterate dtype for an input dtype on a device.
 
