@@ -120,11 +120,12 @@ test-symm:  ## messages and products through symmetric memory: 2 and 4 processes
 
 soak: $(READY)  ## random events happen to optimizers for STEPS=10000 steps, a tenth of them on four ranks
 	STEPS_ALONE=$$(($(STEPS) * 9 / 10)) STEPS_TOGETHER=$$(($(STEPS) / 10)) SEED=$(SEED) OMP_NUM_THREADS=1 \
-	    $(PY) -m pytest -q -n 1 --timeout 400 --timeout-method thread $(ARGS) tests/stress/soak.py
+	    $(PY) -m pytest -q -n 1 --timeout 400 --timeout-method thread -k soak $(ARGS) tests/stress/long_runs.py
 
 fuzz: $(READY)  ## CALLS=10000 random calls of every public function, plans on MESHES=1000 random meshes
 	CALLS=$(CALLS) MESHES=$(MESHES) SEED=$(SEED) OMP_NUM_THREADS=1 \
-	    $(PY) -m pytest -q -n 1 --timeout 20 --timeout-method thread -o timeout_func_only=true $(ARGS) tests/stress/fuzz.py
+	    $(PY) -m pytest -q -n 1 --timeout 20 --timeout-method thread -o timeout_func_only=true -k fuzz $(ARGS) \
+	    tests/stress/long_runs.py
 
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py

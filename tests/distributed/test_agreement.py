@@ -109,7 +109,11 @@ def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world, 
 
 @on_ranks(4)
 def test_the_answer_of_every_team_counts(opt) -> Any:
-    """Not only that of the ranks that share matrices."""
+    """Not only that of the ranks that share matrices.
+
+    Of a step that one team refuses no question of another one counts as that of a step that had
+    been written.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
     norms = [
@@ -119,39 +123,22 @@ def test_the_answer_of_every_team_counts(opt) -> Any:
         for _ in range(2)
     ]
     optimizer = optimizer_of(opt, "HSDP", matrices, norms)
-    params = [*matrices, *norms]
-    give("HSDP", params, 0)
-    if here()[0] >= 2:  # one rank of both halves
-        norms[1].grad = None
-    message, written = outcome(optimizer, params)
-    assert "parameters have gradients: group 1, parameter 1. Give zeros" in message
-    assert not written
-    return message
-
-
-@on_ranks(4)
-def test_a_step_that_a_team_refuses_leaves_no_question_of_another(opt) -> None:
-    """Its answer would count as that of a step that had been written."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    matrices = parameters("HSDP")[0]
-    norm = nn.Parameter(
-        distribute_tensor(torch.ones(7), mesh["data"], [Replicate()], src_data_rank=None)
-    )
-    optimizer = optimizer_of(opt, "HSDP", matrices, [norm])
-    params, found = [*matrices, norm], []
+    params, found, odd = [*matrices, *norms], [], here()[0] >= 2  # one rank of both halves
     with pytest.MonkeyPatch.context() as patch:
-        answers_that_come_later(opt, patch)
-        for good in (False, True, True):
+        for wrong in ("gradient", "rate", None, None):
+            if wrong == "rate":
+                answers_that_come_later(opt, patch)
             give("HSDP", params, 0)
-            odd = not good and here()[0] >= 2  # one rank of both halves
-            optimizer.param_groups[1]["lr"] = 0.2 if odd else 0.1
-            if odd:
-                matrices[0].grad = None
+            optimizer.param_groups[1]["lr"] = 0.2 if odd and wrong == "rate" else 0.1
+            if odd and wrong:
+                (norms[1] if wrong == "gradient" else matrices[0]).grad = None
             found.append(outcome(optimizer, params))
-    (message, written), *later = found
-    assert message.startswith("ranks disagree on lr (here ")
-    assert not written
+    (gradient, of_gradient), (rate, of_rate), *later = found
+    assert "parameters have gradients: group 1, parameter 1. Give zeros" in gradient
+    assert rate.startswith("ranks disagree on lr (here ")
+    assert not of_gradient and not of_rate
     assert later == [("none", True)] * 2
+    return gradient
 
 
 @on_ranks(2)

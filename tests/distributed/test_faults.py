@@ -19,6 +19,7 @@ from ._cases import bits, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
 from .test_sharing import (
+    advance,
     assert_as_alone,
     give,
     gradients,
@@ -70,8 +71,7 @@ def report_alone(opt: Any) -> tuple[int, timedelta | None]:
     params = placed(plain_params(), mesh, [Replicate(), Shard(0)])
     optimizer = opt.Muon(params)
     lines = len(optimizer.report(verbose=True).splitlines()) if rank == 1 else 0
-    give(params, gradients(params, 0))
-    optimizer.step()
+    advance(optimizer, params, 0)
     assert_as_alone(opt, params, 1)
     (group,) = optimizer._ranks._teams._groups.values()
     return lines, group._get_backend(torch.device("cpu")).options._timeout
@@ -174,9 +174,7 @@ def give_step(params, held: str, step: int) -> None:
 def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
     params = plain_params()
     optimizer = opt.MuonAdamW(matrices(params), gradients="reduced")  # whoever else is alive
-    for step in range(steps):
-        give(params, gradients(params, step))
-        optimizer.step()
+    advance(optimizer, params, *range(steps))
     return params
 
 

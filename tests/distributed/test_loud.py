@@ -15,6 +15,7 @@ from ..conftest import module_fixture
 from ._arenas import Direct, SharedMemory
 from ._ranks import on_ranks, same_everywhere
 from .test_sharing import (
+    advance,
     assert_as_alone,
     give,
     gradients,
@@ -53,12 +54,9 @@ def test_what_keeps_ranks_from_sharing_memory(opt, change, reason) -> None:
     assert why(facts()) is None
     assert why(facts({}, change)).startswith(reason)
     assert why(facts()[:1]).startswith("single rank")
-
-
-def test_one_gpu_for_two_ranks_is_allowed_for_tests(opt) -> None:
-    why = module_of(opt, "distributed.symmetric.memory").why_not_shared
-    assert why(facts({"overlap": True}, {"device": "gpu 0", "overlap": True})) is None
-    assert why(facts({}, {"device": "gpu 0", "overlap": True})).startswith("overlapping")
+    overlapping = {"device": "gpu 0", "overlap": True}  # which tests allow
+    assert why(facts({"overlap": True}, overlapping)) is None
+    assert why(facts({}, overlapping)).startswith("overlapping")
 
 
 class OtherBackend:
@@ -154,28 +152,38 @@ class Failing(SharedMemory):
         return buffers, keep
 
 
+ON_CPU = "rank 0: no CUDA peers: the parameters are on cpu"
+# What is missing -> where it fails, what is asked for, and what is said.
 NOT_THERE = {
-    "no CUDA peers": ("", {}),
-    "no room": ("allocate", {}),
-    "rendezvous failed": ("mapped", {}),
-    "no arena": ("arena", {}),
-    "no facts": ("facts", {}),
-    "few slots": ("none", {"slots": 2, "chunk_size": 1, "prefetch": 3}),
-    "handshake mismatch": ("stranger", {}),
-    "below min_bytes": ("none", {"min_bytes": 2**40}),
-    "nccl_ce": ("", {"transport": "nccl_ce"}),
-}
-SAID = {
-    "no CUDA peers": "rank 0: no CUDA peers: the parameters are on cpu",
-    "no room": "smaller messages (in_flight_bytes) take less (rank 1: OutOfMemoryError: no room",
-    "rendezvous failed": "rendezvous failed (rank 1: OSError: no such descriptor)",
-    "no arena": "rendezvous failed (rank 1: IndexError: ",
-    "no facts": "a rank cannot say what its device can do (rank 1: RuntimeError: no driver)",
-    "few slots": "slots=2 are fewer than the 5 messages that arrive or are read at once; give 6",
-    "handshake mismatch": "look at the other ranks, or give timeout_ms more (rank 0: rank 1 wrote "
-    "nothing within 500 ms)",
-    "below min_bytes": "below min_bytes: no message has 1099511627776 bytes",
-    "nccl_ce": "rank 0: no CUDA peers: the parameters are on cpu",
+    "no CUDA peers": ("", {}, ON_CPU),
+    "no room": (
+        "allocate",
+        {},
+        "smaller messages (in_flight_bytes) take less (rank 1: OutOfMemoryError: no room",
+    ),
+    "rendezvous failed": ("mapped", {}, "rendezvous failed (rank 1: OSError: no such descriptor)"),
+    "no arena": ("arena", {}, "rendezvous failed (rank 1: IndexError: "),
+    "no facts": (
+        "facts",
+        {},
+        "a rank cannot say what its device can do (rank 1: RuntimeError: no driver)",
+    ),
+    "few slots": (
+        "none",
+        {"slots": 2, "chunk_size": 1, "prefetch": 3},
+        "slots=2 are fewer than the 5 messages that arrive or are read at once; give 6",
+    ),
+    "handshake mismatch": (
+        "stranger",
+        {},
+        "look at the other ranks, or give timeout_ms more (rank 0: rank 1 wrote nothing within 500",
+    ),
+    "below min_bytes": (
+        "none",
+        {"min_bytes": 2**40},
+        "below min_bytes: no message has 1099511627776 bytes",
+    ),
+    "nccl_ce": ("", {"transport": "nccl_ce"}, ON_CPU),
 }
 
 
@@ -185,7 +193,7 @@ SAID = {
 @on_ranks(2)
 def test_what_cannot_be_had_is_said_once_or_raises(opt, what, strict) -> Any:
     """On all ranks alike, before anything is written; the step has the bits of one rank."""
-    at, options = NOT_THERE[what]
+    at, options, said = NOT_THERE[what]
     options = {**options, "strict": strict}
     transport = module_of(opt, "distributed.transport").GroupTransport
     policy = module_of(opt, "distributed.policy")
@@ -207,15 +215,15 @@ def test_what_cannot_be_had_is_said_once_or_raises(opt, what, strict) -> Any:
             config = dataclasses.replace(config, strict=False)
             optimizer = opt.Muon(params, distributed=config)
             optimizer.step()
-        second = opt.Muon(on_all("S0"), distributed=dataclasses.replace(config, strict=False))
-        give(second.param_groups[0]["params"], gradients(params, 0))
-        second.step()
+        others = on_all("S0")
+        second = opt.Muon(others, distributed=dataclasses.replace(config, strict=False))
+        advance(second, others, 0)
         assert_as_alone(opt, params, 1)
     reasons = {row["reason"] for row in optimizer.comm_report()}
     transports = {row["transport"] for row in optimizer.comm_report()}
     assert transports == {"gloo"}
     (reason,) = reasons
-    assert SAID[what] in reason
+    assert said in reason
     (line,) = lines  # of two optimizers
     assert reason in line and "strict=True raises" in line
     name = options.get("transport", "p2p")
@@ -233,7 +241,7 @@ def test_one_rank_that_is_strict_is_enough(opt: Any, rank) -> None:
     params = on_all("S0")
     give(params, gradients(params, 0))
     message = message_of(lambda: opt.Muon(params, distributed=config).step())
-    assert message == f"CommUnavailable: transport='p2p' cannot be taken: {SAID['no CUDA peers']}"
+    assert message == f"CommUnavailable: transport='p2p' cannot be taken: {ON_CPU}"
 
 
 @pytest.mark.dist
@@ -287,8 +295,7 @@ def what_auto_takes(
 
             patch.setattr(place, "exchange", late)
         optimizer = opt.Muon(params)
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
         optimizer.state_dict()
     assert_as_alone(opt, params, 1)
     rows = optimizer.comm_report()
@@ -359,20 +366,15 @@ def test_one_rank_goes_on_with_collectives(ranks, shares) -> None:
     assert reasons == {"duty above crossover" if shares else "no CUDA peers"}
 
 
-def reported(opt: Any) -> list[dict[str, Any]]:
+@pytest.mark.dist
+@on_ranks(2)
+def test_the_report_says_what_ran(opt: Any) -> None:
     params = on_all("S0")
     optimizer = opt.Muon(params)
     assert optimizer.comm_report() == []
     with Direct(opt):
-        for step in range(2):
-            give(params, gradients(params, step))
-            optimizer.step()
-    return optimizer.comm_report()
-
-
-@pytest.mark.dist
-def test_the_report_says_what_ran(ranks) -> None:
-    rows = ranks(2).run(reported)[0]
+        advance(optimizer, params, 0, 1)
+    rows = optimizer.comm_report()
     assert rows
     for row in rows:
         assert set(row) == {

@@ -117,12 +117,19 @@ def wrong_calls(opt: Any) -> list[str]:
         lambda: module.all_gather_lc([x, x], x, group),
         lambda: module.all_gather_lc(torch.zeros((3, 3), device=device), x, None),
     ]
+    not_shared = message_of(lambda: module.all_gather_lc(torch.zeros(8), torch.zeros(4), group))
     with shared(opt):
-        return [*map(message_of, calls)]
+        return [not_shared, *map(message_of, calls)]
 
 
-def test_wrong_arguments_are_named(ranks) -> None:
-    shape, dtype, strides, dim, op, kind, all_ranks = ranks(2).run(wrong_calls)[0]
+def test_wrong_arguments_and_memory_that_is_not_shared_are_named(ranks, device) -> None:
+    answer = ranks(2).run(wrong_calls)[0]
+    not_shared, shape, dtype, strides, dim, op, kind, all_ranks = answer
+    if device.type == "cpu":  # GPUs share memory
+        assert not_shared == (
+            "CommUnavailable: low-contention collectives cannot be had: rank 0: no CUDA peers: the "
+            "parameters are on cpu"
+        )
     assert shape.startswith("ValueError: of 2 ranks' parts of shape (2, 3) along dimension 0")
     assert dtype.startswith("TypeError: out and inp must be of one floating-point dtype")
     assert strides.startswith("ValueError: out and inp must be contiguous")
@@ -130,21 +137,6 @@ def test_wrong_arguments_are_named(ranks) -> None:
     assert op == "ValueError: op must be one of 'sum', 'avg', got 'max'"
     assert kind == "TypeError: out must be a tensor, got list"
     assert all_ranks == shape  # None is the group of all of them
-
-
-def unavailable(opt: Any) -> str:
-    module = module_of(opt, "distributed.symmetric.low_contention")
-    x, group = torch.zeros(4), distributed.group.WORLD
-    return message_of(lambda: module.all_gather_lc(torch.zeros(8), x, group))
-
-
-def test_without_shared_memory_it_raises(ranks, device) -> None:
-    if device.type != "cpu":
-        pytest.skip("GPUs share memory")
-    assert set(ranks(2).run(unavailable)) == {
-        "CommUnavailable: low-contention collectives cannot be had: rank 0: no CUDA peers: the "
-        "parameters are on cpu"
-    }
 
 
 def gathered(module: Any, size: int, group: Any = None) -> Any:

@@ -15,17 +15,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._arenas import Direct, Later, SharedMemory
-from ._cases import CASES, Case, bits
+from ._arenas import Direct, Later, SharedMemory, Staged
+from ._cases import CASES, Case, bits, device, expected_on, mesh_of, placement
 from ._ranks import on_ranks
 from .test_faults import CLIP, build, give_step
 from .test_graphs import told
 from .test_shared_step import compare
 from .test_sharing import (
+    advance,
     assert_as_alone,
     assert_equal_bits,
     give,
@@ -65,53 +66,121 @@ def test_unreduced_equals_one_rank(opt: Any, world, limit) -> None:
 
 TIMEOUT_MS = 1500
 FAULTY = 1
+FEW_SHAPES = [(64, 32), (32, 64), (64, 32), (96, 96), (64, 32), (33, 65)]
+
+
+def values(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device()) for shape in FEW_SHAPES]
+
+
+def wait() -> None:
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
+class Training:
+    """Parameters of all ranks, or of one alone, and their optimizer."""
+
+    def __init__(self, opt: Any, held: str) -> None:
+        self.opt, self.held = opt, held
+        config = opt.DistributedConfig(torch.float32, in_flight_bytes=2**16)
+        self.params = [nn.Parameter(self.placed(value)) for value in values(0)]
+        decay = {"weight_decay": 0.1, "cautious": False}  # changes what a zero update would not
+        groups = [{"kind": "muon", "params": self.params, "lr": 0.1, **decay}]
+        gradients = "unreduced" if held == "unreduced" else "reduced"
+        self.optimizer = opt.MuonAdamW(
+            groups, gradients=gradients, reduce_op="sum", distributed=config
+        )
+
+    def placed(self, value: torch.Tensor) -> torch.Tensor:
+        if self.held != "FSDP2":
+            return value.clone()
+        mesh = mesh_of((distributed.get_world_size(),))
+        return distribute_tensor(value, mesh, [placement("S0")], src_data_rank=None)
+
+    def give(self, step: int) -> None:
+        for param, value in zip(self.params, values(1 + step), strict=True):
+            mine = self.held != "unreduced" or distributed.get_rank() == 0
+            param.grad = self.placed(value if mine else torch.zeros_like(value))
+
+    def bits(self) -> list[bytes]:
+        return [bits(local(param.detach())) for param in self.params]
+
+    def bits_of(self, other: "Training") -> list[bytes]:
+        """What this rank would have of another one's parameters."""
+        mesh = mesh_of((distributed.get_world_size(),))
+        pairs = zip(other.params, self.params, strict=True)
+        return [bits(expected_on(o.detach(), mine.detach(), mesh)) for o, mine in pairs]
 
 
 def fault(
-    opt: Any, held: str, how: str, number: int, on_threads: bool = False
-) -> tuple[str, str, bool, bool, float]:
+    opt: Any, held: str, how: str, number: int, timeout_ms: int, on_threads: bool = False
+) -> dict[str, Any]:
     """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
+    alone = Training(opt, "alone")
+    alone.give(0)
+    alone.optimizer.step()
+    with Staged(opt):
+        with Direct(opt):  # everything is loaded
+            warm = Training(opt, held)
+            warm.give(0)
+            warm.optimizer.step()
+            warm.optimizer.state_dict()
+        training = Training(opt, held)
+        old, new = training.bits(), training.bits_of(alone)
+        saved = training.optimizer.state_dict()
+        training.give(0)
+        wait()
+        distributed.barrier()
+        faulty = distributed.get_rank() == FAULTY
 
-    def made() -> tuple[Any, list[Any]]:
-        optimizer, params = build(opt, held)
-        optimizer.param_groups[0].update(weight_decay=0.1, cautious=False)
-        give_step(params, held, 0)
-        return optimizer, params
+        def before(exchange: int) -> None:
+            if faulty and exchange == number:
+                if how == "late":
+                    time.sleep((2.5 if device() == "cpu" else 1.4) * timeout_ms / 1000)
+                elif how == "killed before":
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-    def state(params: list[Any]) -> list[bytes]:
-        return [bits(local(param.detach())) for param in params]
+        direct = Direct(opt, before, timeout_ms=timeout_ms)
+        later = Later(opt, number) if on_threads else contextlib.nullcontext()
+        start = time.monotonic()
+        with later, direct as counted:
+            if faulty and how in ("killed during", "killed after"):
+                inner = direct.engine.exchange
 
-    twin, new = made()
-    with Direct(opt):
-        twin.step()
-    optimizer, params = made()
-    saved, old = optimizer.state_dict(), state(params)
+                def exchange(*arguments):
+                    done = inner(*arguments)
+                    if counted["p2p"] == number:
+                        if how == "killed after":
+                            time.sleep(0.3)
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return done
 
-    def before(exchange: int) -> None:
-        if distributed.get_rank() == FAULTY and exchange == number:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(2.5 * TIMEOUT_MS / 1000)
-
-    later = Later(opt, number) if on_threads else contextlib.nullcontext()
-    start = time.monotonic()
-    with later, Direct(opt, before, timeout_ms=TIMEOUT_MS) as counted:
-        optimizer.step()
-        assert counted["p2p"] >= number
-        heard = message_of(optimizer.state_dict)
-        again = message_of(optimizer.step)
-        seconds = time.monotonic() - start
-        pairs = zip(state(params), old, state(new), strict=True)
-        whole = all(found in either for found, *either in pairs)
-        optimizer.load_state_dict(saved)  # goes on, with ranks that are still there
-        moved = False
-        if how == "late":
-            give_step(params, held, 1)
-            before_it = state(params)
-            optimizer.step()
-            optimizer.state_dict()
-            moved = before_it != state(params)
-    return heard, again, whole, moved, seconds
+                direct.engine.exchange = exchange
+            training.optimizer.step()
+            exchanges = counted["p2p"]
+            heard = message_of(training.optimizer.state_dict)
+            seconds = time.monotonic() - start
+            again = message_of(training.optimizer.step)
+            found = training.bits()
+            moved = None
+            if how == "late":
+                training.optimizer.load_state_dict(saved)
+                training.give(1)
+                training.optimizer.step()
+                training.optimizer.state_dict()
+                moved = training.bits() != found
+    torch.zeros(1, device=device()).add_(1).item()  # the context lives
+    return {
+        "heard": heard,
+        "again": again,
+        "whole": [f in (o, n) for f, o, n in zip(found, old, new, strict=True)],
+        "exchanges": exchanges,
+        "number": number,
+        "seconds": seconds,
+        "moved": moved,
+    }
 
 
 @pytest.mark.sees_defect("a rank that is late makes the others hang, or step with half a message")
@@ -121,25 +190,30 @@ def fault(
         ("FSDP2", "late", 3, False),
         ("FSDP2", "late", 3, True),  # others go on to write to it while it reads
         ("FSDP2", "late", 4, True),
-        ("FSDP2", "killed", 1, False),
+        ("FSDP2", "killed before", 1, False),
         ("unreduced", "late", 1, False),
         ("unreduced", "late", 2, True),
-        ("unreduced", "killed", 3, False),
+        ("unreduced", "killed before", 3, False),
     ],
 )
 def test_a_late_rank_is_an_error_in_time(doomed, held, how, number, on_threads) -> None:
-    outcomes = doomed(3).outcomes(fault, held, how, number, on_threads, timeout=60)
+    arguments = (held, how, number, TIMEOUT_MS, on_threads)
+    outcomes = doomed(3).outcomes(fault, *arguments, timeout=60)
+    assert_told_in_time(outcomes, how, 5 * TIMEOUT_MS / 1000 + 10)
+
+
+def assert_told_in_time(outcomes, how: str, seconds: float) -> None:
     for rank, (answered, value) in enumerate(outcomes):
-        if rank == FAULTY and how == "killed":
+        if rank == FAULTY and how != "late":
             assert not answered
             continue
         assert answered, value
-        heard, again, whole, moved, seconds = value
-        assert "did not arrive at an exchange" in heard
-        assert "an earlier step failed midway" in again
-        assert whole, f"a parameter of rank {rank} is neither old nor new"
-        assert moved == (how == "late")
-        assert seconds < 5 * TIMEOUT_MS / 1000 + 10
+        assert value["exchanges"] >= value["number"], value
+        assert "did not arrive at an exchange" in value["heard"], value
+        assert "an earlier step failed midway" in value["again"], value
+        assert all(value["whole"]), value  # every parameter is old or new
+        assert value["moved"] == (True if how == "late" else None), value
+        assert value["seconds"] < seconds, value
 
 
 @pytest.mark.parametrize(
@@ -185,9 +259,7 @@ def few_slots(opt: Any, slots: int, prefetch: int) -> tuple[Counter[str], set[st
     config = opt.DistributedConfig(chunk_size=1, prefetch=prefetch)
     with Direct(opt, slots=slots or None) as counted:
         optimizer = opt.Muon(params, distributed=config)
-        for step in range(3):
-            give(params, gradients(params, step))
-            optimizer.step()
+        advance(optimizer, params, 0, 1, 2)
     assert_as_alone(opt, params, 3, [(24, 12)] * 16)
     return counted, {row["transport"] for row in optimizer.comm_report()}
 
@@ -232,8 +304,7 @@ def begins_anew(opt: Any, how: str) -> tuple[str, str, float]:
     config = opt.DistributedConfig(transport="p2p", strict=True, timeout_ms=TIMEOUT_MS)
     with Direct(opt, timeout_ms=TIMEOUT_MS):
         optimizer = opt.Muon(params, distributed=config)
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
         if distributed.get_rank() == FAULTY:
             optimizer = opt.Muon(params, distributed=config)
         start, heard = time.monotonic(), message_of(optimizer.step)
@@ -241,8 +312,7 @@ def begins_anew(opt: Any, how: str) -> tuple[str, str, float]:
         distributed.barrier()
         params = on_all("S0")
         optimizer = opt.Muon(params, distributed=config)
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
         optimizer.state_dict()
     assert_as_alone(opt, params, 1)
     return heard, late, seconds
@@ -351,39 +421,39 @@ def test_a_copy_has_memory_of_its_own(opt: Any) -> Any:
     params, exchanges = on_all("S0"), []
     with Direct(opt) as counted:
         optimizer = opt.Muon(params)
-        give(params, gradients(params, 0))
-        optimizer.step()
-        twin = copy.deepcopy(optimizer)
-        give(twin.param_groups[0]["params"], gradients(params, 1))
-        give(params, gradients(params, 1))
-        for one in (twin, optimizer):
-            before = counted["p2p"]
-            one.step()
+        advance(optimizer, params, 0)
+        for one in (copy.deepcopy(optimizer), optimizer):
+            before, of_one = counted["p2p"], one.param_groups[0]["params"]
+            advance(one, of_one, 1)
             exchanges.append(counted["p2p"] - before)
             assert {row["transport"] for row in one.comm_report()} == {"p2p"}
-    assert_as_alone(opt, params, 2)
-    assert_as_alone(opt, twin.param_groups[0]["params"], 2)
-    first, second = tuple(exchanges)
+            assert_as_alone(opt, of_one, 2)
+    first, second = exchanges
     assert first == second > 0
     return second
 
 
-def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[Any]:
-    """The transports of some ranks as threads, after their handshake.
+def messages_between(opt: Any, counts, rank: int) -> tuple[list[Any], dict[int, Any], int]:
+    """What a rank sends and gets per exchange, the places of its messages, and the most bytes.
 
-    Args:
-        opt: the package.
-        counts: per exchange, per sender, per receiver the bytes that travel.
-        slots: of each arena.
-        timeout_ms: of every wait.
+    `counts` has, per exchange, per sender, per receiver the bytes that travel.
     """
-    arena, p2p = (
-        module_of(opt, "distributed.symmetric.arena"),
-        module_of(opt, "distributed.symmetric.p2p"),
-    )
-    messages = module_of(opt, "distributed.message_layout")
-    ranks = len(counts[0])
-    slot = max(sum(of[s][r] for s in range(ranks)) for of in counts for r in range(ranks))
+    message, ranks = module_of(opt, "distributed.message_layout").Message, len(counts[0])
+    pairs, offsets = [], {}
+    for of in counts:
+        coming = message((), tuple(of[sender][rank] for sender in range(ranks)))
+        pairs.append((message((), tuple(of[rank])), coming))
+        offsets[id(coming)] = [sum(of[s][r] for s in range(rank)) for r in range(ranks)]
+    largest = max(sum(of[s][r] for s in range(ranks)) for of in counts for r in range(ranks))
+    return pairs, offsets, largest
+
+
+def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[Any]:
+    """The transports of some ranks as threads, after their handshake."""
+    arena = module_of(opt, "distributed.symmetric.arena")
+    engine, ranks = module_of(opt, "distributed.symmetric.p2p").PeerToPeer, len(counts[0])
+    places = [messages_between(opt, counts, rank) for rank in range(ranks)]
+    slot = places[0][2]
     size = arena.arena_bytes(ranks, slots, slot)
     memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
     arenas = [arena.Arena(rank, memories, slots, slot, timeout_ms) for rank in range(ranks)]
@@ -391,21 +461,9 @@ def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[An
         found = [*pool.map(lambda one: one.handshake(arena.digest(repr(counts))), arenas)]
     assert found == [None] * ranks
     transports = []
-    for rank, one in enumerate(arenas):
-        pairs = [
-            (
-                messages.Message((), tuple(of[rank])),
-                messages.Message((), tuple(of[sender][rank] for sender in range(ranks))),
-            )
-            for of in counts
-        ]
-        offsets = {
-            id(coming): [sum(of[s][r] for s in range(rank)) for r in range(ranks)]
-            for (_, coming), of in zip(pairs, counts, strict=True)
-        }
-        transport = p2p.PeerToPeer(one, offsets)
-        transport.pairs = pairs
-        transports.append(transport)
+    for one, (pairs, offsets, _) in zip(arenas, places, strict=True):
+        transports.append(engine(one, offsets))
+        transports[-1].pairs = pairs
     return transports
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
 from .test_sharing import (
+    advance,
     assert_as_alone,
     give,
     gradients,
@@ -65,8 +66,7 @@ def test_a_part_of_the_state_is_not_saved_as_the_whole(opt: Any, held, saver, tm
 def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(opt, tmp_path) -> None:
     folder = tmp_path / "saved"
     optimizer, params = sharing(opt, "replicated")
-    give(params, gradients(params, 0))
-    optimizer.step()
+    advance(optimizer, params, 0)
     if distributed.get_rank() == 0:
         opt.save_optimizer_async(optimizer, folder).wait()
     distributed.barrier()
@@ -75,8 +75,7 @@ def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(opt, tmp_path) ->
     with torch.no_grad():
         for param, replica in zip(sharded, params, strict=True):
             local(param).copy_(replica.redistribute(placements=param.placements).to_local())
-    give(sharded, gradients(params, 1))
-    other.step()
+    advance(other, sharded, 1)
     assert_as_alone(opt, sharded, 2)
 
 
@@ -114,8 +113,7 @@ def test_a_checkpoint_hears_the_last_answer(opt, tmp_path) -> Any:
             message_of(optimizer.step),
         ]
         optimizer.load_state_dict(saved)
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
         optimizer.state_dict()
     heard, *later = messages
     assert "ranks disagree on which parameters have gradients" in heard
@@ -213,8 +211,7 @@ def test_a_part_that_one_rank_refuses_to_load_stops_all(opt, held, spoilt, later
 def test_what_all_ranks_refuse_changes_nothing(opt: Any) -> Any:
     """All ranks refuse a state_dict, and go on as if it had not been."""
     optimizer, params = sharing(opt, "sharded")
-    give(params, gradients(params, 2))
-    optimizer.step()  # which makes the state
+    advance(optimizer, params, 2)  # which makes the state
     bad = copy.deepcopy(optimizer.state_dict())
     bad["state"][0] = {}
     messages = []
@@ -232,8 +229,7 @@ def test_what_all_ranks_refuse_changes_nothing(opt: Any) -> Any:
 def test_one_rank_may_load_what_it_has_whole(opt: Any) -> None:
     """What every rank has whole is loaded without a word to another rank."""
     optimizer, params = sharing(opt, "replicated")
-    give(params, gradients(params, 0))
-    optimizer.step()
+    advance(optimizer, params, 0)
     if distributed.get_rank() == 0:
         optimizer.load_state_dict(optimizer.state_dict())
     give(params, gradients(params, 1))

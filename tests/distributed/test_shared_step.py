@@ -154,25 +154,21 @@ def test_ranks_clip_by_the_largest_logits_of_all(opt, held) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("held", ["muon", "adamw", "replicas"])
 @on_ranks(2)
-def test_noise_that_would_depend_on_the_shards_is_refused(opt, kind) -> None:
-    (param,) = placed([torch.ones(4, 4).bfloat16()], mesh_of((2,)), [placement("S0")])
-    group = {"kind": kind, "params": [param], "lr": 1e-3, "rounding": "stochastic"}
-    message = message_of(lambda: opt.MuonAdamW([group]))
-    assert message.startswith("ValueError: ")
-    assert "rounding='stochastic' is not supported" in message
-    assert "use rounding='residual'" in message
-
-
-@on_ranks(2)
-def test_noise_on_replicas_that_share_the_work_is_refused(opt) -> None:
-    """The same for replicas that share the work, which a plan finds out."""
+def test_noise_that_would_depend_on_the_ranks_is_refused(opt, held) -> None:
+    """Of shards; and of replicas that share the work, which a plan finds out."""
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    param.grad = torch.ones_like(param)
-    optimizer = opt.Muon([param], rounding="stochastic", process_group=distributed.group.WORLD)
-    message, written = outcome(optimizer, [param])
-    assert not written
+    if held == "replicas":
+        param.grad = torch.ones_like(param)
+        optimizer = opt.Muon([param], rounding="stochastic", process_group=distributed.group.WORLD)
+        message, written = outcome(optimizer, [param])
+        assert not written
+    else:
+        sharded = placed([param], mesh_of((2,)), [placement("S0")])
+        group = {"kind": held, "params": sharded, "lr": 1e-3, "rounding": "stochastic"}
+        message = message_of(lambda: opt.MuonAdamW([group]))
+        assert "use rounding='residual'" in message
     assert message.startswith("ValueError: ")
     assert "rounding='stochastic' is not supported" in message
 

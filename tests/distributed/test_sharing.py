@@ -98,13 +98,17 @@ def assert_equal_bits(params, expected) -> None:
         assert bits(one) == bits(other), f"parameter {index}: {(one - other).abs().max()}"
 
 
+def advance(optimizer, params, *steps: int) -> None:
+    """A step on the gradients of each of these numbers."""
+    for step in steps:
+        give(params, gradients(params, step))
+        optimizer.step()
+
+
 def assert_as_alone(opt, params, steps: int, shapes=SHAPES, **options) -> None:
     """As after so many steps of one process by `gradients`, on any placement."""
     alone = plain_params(shapes)
-    optimizer = opt.Muon(alone, **options)
-    for step in range(steps):
-        give(alone, gradients(alone, step))
-        optimizer.step()
+    advance(opt.Muon(alone, **options), alone, *range(steps))
     pairs = zip(params, alone, strict=True)
     assert_equal_bits(params, [held_like(param, one.detach()) for param, one in pairs])
 
@@ -151,9 +155,7 @@ def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
         params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
     optimizer = opt.Muon(params, **arguments)
     with watched(opt) as watch:
-        for step in range(2):
-            give(params, gradients(params, step))
-            optimizer.step()
+        advance(optimizer, params, 0, 1)
     assert_as_alone(opt, params, 2)
     return watch.matrices, watch.calls
 
@@ -181,8 +183,7 @@ def strided_group(opt) -> int:
     params = placed(plain_params(), mesh, [Shard(0)])
     optimizer = opt.Muon(params)
     with watched(opt) as watch:
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
     assert_as_alone(opt, params, 1)
     return watch.matrices
 
@@ -203,15 +204,12 @@ def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(opt) -> None:
     for text in ("S0", "S1", "R"):
         params = on_all(text)
         optimizer = opt.Muon([(f"w{i}", param) for i, param in enumerate(params)])
-        give(params, gradients(params, 0))
-        optimizer.step()
+        advance(optimizer, params, 0)
         assert_as_alone(opt, params, 1)
     # Trainers put other parameters into the groups: here plain ones for DTensors.
-    fresh = plain_params()
-    optimizer.param_groups[0]["params"] = fresh
+    optimizer.param_groups[0]["params"] = fresh = plain_params()
     optimizer.state.clear()
-    give(fresh, gradients(fresh, 0))
-    optimizer.step()
+    advance(optimizer, fresh, 0)
     assert_as_alone(opt, fresh, 1)
 
 
@@ -219,17 +217,13 @@ def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(opt) -> None:
 def test_experts_that_are_sharded_along_themselves_stay_local(opt) -> None:
     """No communication, and a rank whose experts got no token goes on."""
     (param,) = on_all("S0", [(7, 5, 4)])
-    named = [("layers.0.experts.up", param)]
-    optimizer = opt.MuonAdamW(
-        [{"kind": "muon", "params": named, "lr": 0.1, "expert_keys": ("experts",)}]
-    )
+    options = {"kind": "muon", "lr": 0.1, "expert_keys": ("experts",)}
+    optimizer = opt.MuonAdamW([{"params": [("layers.0.experts.up", param)], **options}])
+    give([param], gradients([param], 0))
+    if distributed.get_rank() == 1:
+        param.grad = None  # none of its experts was routed to
     with watched(opt) as watch:
-        give([param], gradients([param], 0))
-        if distributed.get_rank() == 1:
-            param.grad = None  # none of its experts was routed to
-        before = param.detach().to_local().clone()
-        optimizer.step()
-        changed = not torch.equal(before, param.detach().to_local())
+        _, changed = outcome(optimizer, [param])
     assert changed == (distributed.get_rank() != 1)
     assert watch.calls == Counter()
 
@@ -238,9 +232,7 @@ def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
     params = on_all("S0")
     optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**flow))
     with watched(opt) as watch:
-        for step in range(2):
-            give(params, gradients(params, step))
-            optimizer.step()
+        advance(optimizer, params, 0, 1)
     assert_as_alone(opt, params, 2)
     return watch.calls["all_to_all"], watch.largest
 
@@ -276,9 +268,7 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
     with pytest.MonkeyPatch.context() as patch:
         module = module_of(opt, "optimizers.sharded.exchange")
         patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
-        for number in range(2):
-            give(params, gradients(params, number))
-            optimizer.step()
+        advance(optimizer, params, 0, 1)
     assert_as_alone(opt, params, 2, shapes, distributed=config)
     assert copied == Counter()
 
@@ -308,28 +298,16 @@ def test_every_teams_answer_counts(opt, axis, layer) -> None:
 @on_ranks(3)
 def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
     """State of shards, and state of a single rank loaded into shards."""
-    params = on_all("S0")
-    optimizer = opt.Muon(params, beta2=0.9)
-    for step in range(2):
-        give(params, gradients(params, step))
-        optimizer.step()
-    saved = optimizer.state_dict()
-    others = [nn.Parameter(param.detach().clone()) for param in params]
-    second = opt.Muon(others, beta2=0.9)
-    second.load_state_dict(saved)
-    # The state of one rank, whole tensors, loads into shards too.
-    single = plain_params()
-    whole = opt.Muon(single, beta2=0.9)
-    for step in range(2):
-        give(single, gradients(single, step))
-        whole.step()
-    third_params = [nn.Parameter(param.detach().clone()) for param in params]
-    third = opt.Muon(third_params, beta2=0.9)
-    third.load_state_dict(whole.state_dict())
-    for one, of_one in ((optimizer, params), (second, others), (third, third_params)):
-        give(of_one, gradients(of_one, 2))
-        one.step()
-        assert_as_alone(opt, of_one, 3, beta2=0.9)
+    params, single = on_all("S0"), plain_params()
+    optimizer, alone = (opt.Muon(of_one, beta2=0.9) for of_one in (params, single))
+    advance(optimizer, params, 0, 1)
+    advance(alone, single, 0, 1)
+    for saved in (optimizer.state_dict(), alone.state_dict()):
+        copies = [nn.Parameter(param.detach().clone()) for param in params]
+        resumed = opt.Muon(copies, beta2=0.9)
+        resumed.load_state_dict(saved)
+        advance(resumed, copies, 2)
+        assert_as_alone(opt, copies, 3, beta2=0.9)
 
 
 @on_ranks(2)

@@ -262,24 +262,51 @@ def test_a_refused_group_leaves_no_names(opt, why) -> None:
     assert list(optimizer.state) == [first, second, third]
 
 
-def test_what_the_constructors_refuse_as_a_whole(opt) -> None:
-    with pytest.raises(TypeError, match="got one Tensor"):
-        opt.Muon(matrix())
-    with pytest.raises(TypeError, match="a set has no fixed order"):
-        opt.Muon({matrix()})
-    with pytest.raises(ValueError, match="empty"):
-        opt.Muon([])
-    with pytest.raises(TypeError, match="group 1: must be a dict, got Parameter"):
-        opt.Muon([{"params": [], "use_muon": True}, matrix()])
+def without_rate(kind: str):
+    return lambda opt: opt.MuonAdamW([{"kind": kind, "params": [matrix()]}])
 
 
-def test_options_that_are_not_there_are_refused_not_ignored(opt) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum_compile'"):
-        opt.Muon([matrix()], momentum_compile=True)
-    with pytest.raises(TypeError, match="keyword argument 'momentm'; write 'momentum'"):
-        opt.Muon([matrix()], momentm=0.9)
-    with pytest.raises(ValueError, match="use_distributed_muon=True is Motif's"):
-        opt.Muon([matrix()], use_distributed_muon=True)
+def lazy(opt):
+    opt.muon.get_default_muon_param_groups(torch.nn.Sequential(torch.nn.LazyLinear(4)))
+
+
+EXPANDED = torch.nn.Parameter(torch.ones(1, 4).expand(6, 4))
+CALLS = [
+    (TypeError, "got one Tensor", lambda opt: opt.Muon(matrix())),
+    (TypeError, "a set has no fixed order", lambda opt: opt.Muon({matrix()})),
+    (ValueError, "empty", lambda opt: opt.Muon([])),
+    (
+        TypeError,
+        "group 1: must be a dict, got Parameter",
+        lambda opt: opt.Muon([{"params": [], "use_muon": True}, matrix()]),
+    ),
+    (
+        TypeError,
+        "unexpected keyword argument 'momentum_compile'",
+        lambda opt: opt.Muon([matrix()], momentum_compile=True),
+    ),
+    (TypeError, "'momentm'; write 'momentum'", lambda opt: opt.Muon([matrix()], momentm=0.9)),
+    (
+        ValueError,
+        "use_distributed_muon=True is Motif's",
+        lambda opt: opt.Muon([matrix()], use_distributed_muon=True),
+    ),
+    (ValueError, "group 0: lr must be given for kind 'muon'", without_rate("muon")),
+    (ValueError, "group 0: lr must be given for kind 'adamw'", without_rate("adamw")),
+    (ValueError, "not initialized; run the", lambda o: o.Muon(nn.LazyLinear(4).parameters())),
+    (ValueError, "not initialized; run the model once", lazy),
+    (
+        ValueError,
+        r"expanded \(strides \(0, 1\)\).*clone",
+        lambda opt: opt.Muon([{"params": [EXPANDED], "use_muon": True}]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), CALLS)
+def test_what_the_constructors_refuse_as_a_whole(opt, error, message, call) -> None:
+    with pytest.raises(error, match=message):
+        call(opt)
     opt.Muon([matrix()], use_distributed_muon=False)
 
 
@@ -335,22 +362,6 @@ def test_a_group_keeps_its_kind(opt, use_muon) -> None:
             ask()
     optimizer.param_groups[0]["use_muon"] = use_muon
     optimizer.step()
-
-
-def test_parameters_without_a_shape_or_memory_of_their_own_are_refused(opt) -> None:
-    with pytest.raises(ValueError, match="not initialized; run the model once"):
-        opt.Muon(torch.nn.LazyLinear(4).parameters())
-    with pytest.raises(ValueError, match="not initialized; run the model once"):
-        opt.muon.get_default_muon_param_groups(torch.nn.Sequential(torch.nn.LazyLinear(4)))
-    expanded = torch.nn.Parameter(torch.ones(1, 4).expand(6, 4))
-    with pytest.raises(ValueError, match=r"expanded \(strides \(0, 1\)\).*clone"):
-        opt.Muon([{"params": [expanded], "use_muon": True}])
-
-
-def test_lr_has_no_default_in_muon_adamw(opt) -> None:
-    for kind in ("muon", "adamw"):
-        with pytest.raises(ValueError, match=f"group 0: lr must be given for kind '{kind}'"):
-            opt.MuonAdamW([{"kind": kind, "params": [matrix()]}])
 
 
 @pytest.mark.sees_defect(

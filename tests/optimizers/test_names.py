@@ -182,12 +182,6 @@ def test_a_clip_config_that_matches_nothing_is_said(opt, submodule, caplog) -> N
         assert len(found) == expected
 
 
-def test_dist_muon_adamw_is_a_subclass(opt) -> None:
-    assert issubclass(opt.DistMuonAdamW, opt.MuonAdamW)
-    with pytest.raises(TypeError, match="gradients"):
-        opt.DistMuonAdamW([], gradients="reduced")
-
-
 def kinds_of(params, **options):
     return [
         {"kind": "muon", "params": params[:2], "lr": 0.05, "weight_decay": 0.1, **options},
@@ -238,12 +232,13 @@ def test_an_initialised_group_changes_nothing(opt, device, world) -> None:
 
 
 def test_wrong_distribution_arguments(opt, world) -> None:
-    with pytest.raises(
-        ValueError, match="gradients must be one of 'reduced', 'unreduced', got 'mean'"
-    ):
-        opt.MuonAdamW(kinds_of(parameters(SHAPES)), gradients="mean")
+    groups = kinds_of(parameters(SHAPES))
+    with pytest.raises(ValueError, match="gradients must be one of 'reduced', 'unreduced', got 'm"):
+        opt.MuonAdamW(groups, gradients="mean")
     with pytest.raises(ValueError, match="reduce_op must be one of 'avg', 'sum', got 'max'"):
-        opt.DistMuonAdamW(kinds_of(parameters(SHAPES)), reduce_op="max")
+        opt.DistMuonAdamW(groups, reduce_op="max")
+    with pytest.raises(TypeError, match="gradients"):
+        opt.DistMuonAdamW([], gradients="reduced")
 
 
 @pytest.fixture(scope="module")
@@ -291,32 +286,22 @@ def test_replicated_dtensors_step_as_local_tensors(opt, mesh, offload) -> None:
     optimizer.load_state_dict(other.state_dict())
 
 
-def test_sums_that_are_not_made_are_refused_by_name(opt, mesh) -> None:
-    (param,) = parameters([(6, 4)])
-    partial = torch.nn.Parameter(DTensor.from_local(param.detach(), mesh, [Partial()]))
-    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Partial"):
-        opt.Muon([("w", partial)])
-    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Partial"):
-        opt.Muon([{"params": [("w", partial)], "use_muon": False}])
-
-
-def test_a_gradient_placed_otherwise_is_refused(opt, mesh) -> None:
-    (param,) = parameters([(6, 4)])
-    sharded = replicated(mesh, param, Shard(0))
-    optimizer = opt.Muon([("w", sharded)])
-    sharded.grad = distribute_tensor(param.grad, mesh, [Shard(1)])
-    with pytest.raises(TypeError, match=r"'w': gradient: it is placed as \(Shard\(dim=1\)"):
-        optimizer.step()
-
-
-def test_a_partial_gradient_is_refused_before_any_write(opt, mesh) -> None:
-    plain = parameters([(6, 4), (6, 4)])
-    params = [replicated(mesh, param, Replicate()) for param in plain]
-    params[1].grad = DTensor.from_local(plain[1].grad, mesh, [Partial()])
-    optimizer = opt.Muon(params)
-    with pytest.raises(TypeError, match=r"parameter 1: gradient: a DTensor with .*Partial"):
-        optimizer.step()
-    assert_same_bits(params[0].detach().to_local(), plain[0].detach())
+def test_placements_that_a_step_cannot_take_are_refused_by_name(opt, mesh) -> None:
+    """Sums that are not made, and a gradient placed otherwise; nothing is written before."""
+    first, second = parameters([(6, 4), (6, 4)])
+    partial = torch.nn.Parameter(DTensor.from_local(first.detach(), mesh, [Partial()]))
+    for kind in (True, False):
+        with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Partial"):
+            opt.Muon([{"params": [("w", partial)], "use_muon": kind}])
+    for placement, gradient, message in (
+        (Shard(0), distribute_tensor(second.grad, mesh, [Shard(1)]), r"placed as \(Shard\(dim=1\)"),
+        (Replicate(), DTensor.from_local(second.grad, mesh, [Partial()]), "a DTensor with .*Parti"),
+    ):
+        params = [replicated(mesh, param, placement) for param in (first, second)]
+        params[1].grad = gradient
+        with pytest.raises(TypeError, match=f"'w': gradient: .*{message}"):
+            opt.Muon([("v", params[0]), ("w", params[1])]).step()
+        assert_same_bits(params[0].detach().to_local(), first.detach())
 
 
 def test_public_names(opt) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -13,7 +12,7 @@ from torch import nn
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import marked, new_gradients, parameters, train
 from .test_numbers import NoHostReads
-from .test_state import MAKERS, SHAPES, assert_same_state, state_tensors
+from .test_state import MAKERS, SHAPES, assert_same_state, state_tensors, through_memory
 
 KEPT = {"step", "second_momentum_buffer"}
 
@@ -97,9 +96,10 @@ def test_pieces_of_experts_travel_alone(opt, submodule, device, option, monkeypa
 def test_it_starts_at_once_and_frees_the_device_state(opt, device, make) -> None:
     """Motif's starts after the next step. Small state stays; twice on is once on."""
     optimizer = make(opt, parameters(SHAPES, device=device))
+    optimizer.fit_state()
     old = [weakref.ref(tensor) for tensor in travelling(optimizer)]
     optimizer.turn_on_cpu_offload()
-    assert all(ref() is None for ref in old)
+    assert old and all(ref() is None for ref in old)
     held = travelling(optimizer)
     for tensor in held:
         assert tensor.device.type == "cpu"
@@ -198,10 +198,7 @@ def test_state_dicts_while_it_is_on(opt, device, make) -> None:
     optimizer = make(opt, params)
     optimizer.turn_on_cpu_offload()
     train(optimizer, params, 3)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_memory(optimizer.state_dict())
     for offload in (False, True):
         twins = [nn.Parameter(param.detach().clone()) for param in params]
         other = make(opt, twins, lr=0.5)

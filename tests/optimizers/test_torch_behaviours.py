@@ -1,7 +1,6 @@
 """What torch's generic tests ask of every optimizer: construction, steps, hooks, errors, state."""
 
 import copy
-import io
 import itertools
 import pickle
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
 from ._infos import LeastSquares, by_class, by_input, make
 from ._steps import parameters, train, values
+from .test_state import through_memory
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
@@ -215,10 +215,7 @@ def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     loaded.load_state_dict(saved)
     assert_equal(saved, kept)
     assert_equal(loaded.state_dict(), kept)
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    assert_equal(torch.load(file, weights_only=True), kept)
+    assert_equal(through_memory(saved), kept)
     assert_continues(problem, optimizer, twin, loaded)
     assert len(kept["state"]) == 2
 

@@ -1,15 +1,23 @@
 """Short runs of the fuzzer and of the soak, and the defects that they must see."""
 
+# ruff: noqa: F811 - tests take the imported fixture as an argument
+
 from typing import Any
 
 import pytest
 import torch
 
+from ..distributed.conftest import ranks  # noqa: F401 - a fixture
 from . import _cases, _episode, _events, _meshes, _together
-from ._calls import CALLS, Call
+from ._calls import CALLS, Call, Package
 from ._problem import DifferenceError
 
 QUICK = [name for name in CALLS if not name.startswith("integrations.")]
+
+
+@pytest.fixture
+def package(opt, tmp_path) -> Package:
+    return Package(opt, tmp_path)
 
 
 @pytest.mark.parametrize("name", QUICK)
