@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .._ops import ops
 from ..kernels.autocast import without_autocast
+from ..kernels.products.matmul_add import by_tma
 from ..orthogonalize import orthogonalize, polar_express_coefficients
 from ..orthogonalize.arguments import check_dtype, dtype_for
 from ..orthogonalize.arguments import schedule as coefficients_for
@@ -36,7 +37,6 @@ from ..orthogonalize.polynomials import POLYNOMIALS, SAFETY, Square
 from ..orthogonalize.products import (
     HALF_PRECISION,
     batch_is_free,
-    dense,
     ieee_float32,
     in_float32,
     runs_symmetric,
@@ -173,18 +173,34 @@ def of_rows(
         schedule = faster(method, m, n, ranks.world, dtype)
     x = normalized(x, dtype, ranks)
     if m > n:
-        return iterated(x, method, steps, schedule, ranks)
+        return iterated(x, method, steps, schedule, ranks).contiguous()
     columns = [len(part) for part in torch.arange(n).tensor_split(ranks.world)]
-    x = iterated(transposed(x, rows, columns, ranks), method, steps, schedule, ranks)
-    return transposed(x, columns, rows, ranks)
+    x = _columns_for_rows(x, rows, columns, ranks)
+    x = iterated(x.t(), method, steps, schedule, ranks)
+    return _rows_for_columns(x.t(), rows, columns, ranks)
 
 
-def transposed(x: Tensor, rows: Sequence[int], columns: Sequence[int], ranks: Ranks) -> Tensor:
-    """The rows of X^T that `columns` gives this rank, of X in `rows` per rank."""
-    mine = columns[ranks.rank]
-    sizes = [x.shape[0] * c for c in columns], [r * mine for r in rows]
-    coming = ranks.exchanged(x.t().reshape(-1), *sizes).split(sizes[1])
-    return torch.cat([part.view(mine, r) for part, r in zip(coming, rows, strict=True)], dim=1)
+def _columns_for_rows(
+    x: Tensor, rows: Sequence[int], columns: Sequence[int], ranks: Ranks
+) -> Tensor:
+    """This rank's columns of X, (m, `columns` of it), of every rank's rows x."""
+    m, mine = sum(rows), columns[ranks.rank]
+    sent, received = [x.shape[0] * c for c in columns], [r * mine for r in rows]
+    going = x.new_empty(x.numel())
+    for place, part in zip(going.split(sent), x.split([*columns], dim=1), strict=True):
+        place.view_as(part).copy_(part)
+    return ranks.exchanged(going, sent, received).view(m, mine)
+
+
+def _rows_for_columns(
+    x: Tensor, rows: Sequence[int], columns: Sequence[int], ranks: Ranks
+) -> Tensor:
+    """This rank's rows of X, (`rows` of it, n), of every rank's columns x."""
+    mine = rows[ranks.rank]
+    sent, received = [r * x.shape[1] for r in rows], [mine * c for c in columns]
+    coming = ranks.exchanged(x.reshape(-1), sent, received).split(received)
+    parts = zip(coming, columns, strict=True)
+    return torch.cat([part.view(mine, c) for part, c in parts], dim=1)
 
 
 def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> list[int]:
@@ -239,7 +255,12 @@ def iterated(
     # columns stay zero.
     unit = ranks.world * (ALIGNMENT if x.is_cuda else 1)
     empty = int(len(x) == 0)  # gets a row of zeros, which change no sum
-    padded = torch.nn.functional.pad(x, (0, -n % unit, 0, empty)).unsqueeze(0)  # (1, m_r, N)
+    padding = (0, -n % unit, 0, empty)
+    padded = (torch.nn.functional.pad(x, padding) if any(padding) else x).unsqueeze(
+        0
+    )  # (1, m_r, N)
+    if not by_tma(padded):
+        padded = padded.clone(memory_format=torch.contiguous_format)
     powers = (_Replicated if schedule == "gram_ar" else _RowBlocks)(ranks)
     if method == "gram_polynomial":
         out = _polynomials(padded, powers)
@@ -247,7 +268,7 @@ def iterated(
         out = _gram_newton_schulz(padded, steps, powers)
     else:
         out = _direct(padded, *_rows_of(method, steps), powers)
-    return out[0, : len(x), :n].contiguous()
+    return out[0, : len(x), :n]
 
 
 def _rows_of(method: str, steps: int) -> tuple[Rows, float]:
@@ -268,7 +289,7 @@ def _direct(x: Tensor, rows: Rows, prefactor: float, powers: _Powers) -> Tensor:
     for a, b, c in _first_rescaled(rows, prefactor):
         A = powers.gram(x)
         P = powers.square(A, A, Square(0, c, b, 0.0)) if c else powers.scaled(A, b)
-        x = dense(x, powers.whole(P), x, beta=a)
+        x = _product(x, powers.whole(P), x, beta=a)
     return x
 
 
@@ -278,7 +299,7 @@ def _gram_newton_schulz(x: Tensor, steps: int, powers: _Replicated) -> Tensor:
     restarts = restart_positions(polar_express_coefficients(steps), x.dtype)
     rows, ends = _first_rescaled(rows, prefactor), [*restarts, steps]
     for first, end in zip([0, *restarts], ends, strict=True):
-        x = dense(x, accumulated(powers.gram(x), rows[first:end], tall=True))
+        x = _product(x, accumulated(powers.gram(x), rows[first:end], tall=True))
     return x
 
 
@@ -396,12 +417,13 @@ def _product(
     beta: float = 0.0,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """scale (alpha A B + beta C) of A (1, m, k), B (1, k, n), C (1, m, n) and one number.
+    """scale (alpha A B + beta C) of A and C (1, m, k), B (1, k, k) and one number.
 
-    The compiled kernel rounds once; torch's rounds before the scale, too.
+    The compiled kernel rounds once and writes in the order of A, which is that of C; torch's rounds
+    before the scale, too.
     """
     if batch_is_free(A.dtype, A.device):
-        out = A.new_empty((1, A.shape[1], B.shape[2]))
+        out = torch.empty_like(A)
         factor = None if scale is None else scale.reshape(1)
         ops.matmul_add(A, B, C, out, alpha, beta, AUTO_TILE, factor)
         return out
