@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from ..conftest import ROOT
-from ._arenas import SharedMemory
+from ._arenas import Direct, SharedMemory
 from ._ranks import on_ranks
 from .test_sharing import module_of
 
@@ -45,6 +45,7 @@ def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
     verdict = lines.index(next(line for line in lines if line.endswith("  verdict")))
     rows = {line.split()[0]: line for line in lines[:verdict] if line.startswith("tiny/")}
     assert list(rows) == ["tiny/fsdp2", "tiny/unreduced-fp32", "tiny/unreduced-fp16"]
+    assert all("; by gloo" in line for line in rows.values())
     for form in ("fsdp2", "unreduced-fp32"):
         assert "7 of 7 tensors equal to the bit, error 0.0e+00" in rows[f"tiny/{form}"]
     assert [line.split()[1] for line in lines[verdict + 1 : -1] if line.endswith("pass")] == [
@@ -104,6 +105,16 @@ def test_memory_that_graphs_keep_is_counted_once() -> None:
         {"segment_pool_id": [0, 3], "total_size": 16, "allocated_size": 0},
     ]
     assert harness("harness.optimizer_step.several_gpus").kept_by_graphs(segments) == 28 + 16
+
+
+@on_ranks(2)
+def test_memory_that_ranks_share_counts(opt) -> None:
+    step = harness("harness.optimizer_step.several_gpus")
+    built = harness("harness.package").Built(opt, "0" * 40, True)
+    with step.joined("cpu") as here, Direct(opt):
+        case = step.RankCase(step.Problem("tiny", "fsdp2"), built, here)
+        shared = {row["arena_bytes"] for row in (case.ours.step(), case.ours.comm_report())[1]}
+        assert shared == {round(1e6 * case.extra_mb())} and min(shared) > 0
 
 
 @on_ranks(2)

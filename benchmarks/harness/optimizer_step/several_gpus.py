@@ -312,10 +312,14 @@ class RankCase:
         equal = [*map(torch.equal, [*found, rows_found], [*expected, rows_expected])]
         self.verdict = (
             f"{sum(equal)} of {len(equal)} tensors equal to the bit, error {error:.1e} (bfloat16 "
-            f"{error_coarse:.1e}), AdamW's {rows_error:.1e}"
+            f"{error_coarse:.1e}), AdamW's {rows_error:.1e}; by {self._transports()}"
         )
         wrong = not (error <= error_coarse / 4 and rows_error <= allowed)
         return not self.ranks.largest(float(wrong)), self.ranks.largest(error), error_coarse
+
+    def _transports(self) -> str:
+        """What moved the messages of the last step."""
+        return " and ".join(sorted({row["transport"] for row in self.ours.comm_report()}))
 
     def _mean(self, contribution):
         """The gradient that one process would have: added up in the order of the ranks."""
@@ -346,14 +350,16 @@ class RankCase:
     def extra_mb(self) -> float:
         """Device memory beyond parameters, gradients and state, on the rank where that is most.
 
-        What stays between steps, blocks of messages and pools of graphs, and the peak above it.
+        What stays between steps, blocks of messages, memory that ranks share and pools of graphs,
+        and the peak above it.
         """
         for _ in range(WARMUP):
             self.ours.step()
         state = [value for kept in self.ours.state.values() for value in kept.values()]
         tensors = [_local(value) for value in state if hasattr(value, "element_size")]
         in_state = sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cuda")
-        extra = self.ranks.held_mb() - self._held_before - in_state / 1e6
+        shared = max(row["arena_bytes"] for row in self.ours.comm_report())
+        extra = self.ranks.held_mb() - self._held_before + (shared - in_state) / 1e6
         if self.ranks.device.type == "cuda":
             extra += added_mb(self.ours.step)
         return self.ranks.largest(extra)
