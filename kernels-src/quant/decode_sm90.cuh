@@ -125,12 +125,12 @@ class StageBytes<false, 2> {
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int chunk = consumer * (kPartColumns / 32) + warp / 2;
-    from_ = lane * (kColumns / 2) + (chunk ^ lane / 2 % 4) * 16;
+    from_ = lane * (kBoxColumns / 2) + (chunk ^ lane / 2 % 4) * 16;
     shift_ = warp % 2 * 8;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
-    load_rows<kColumns / 2>(to, stage + from_);
+    load_rows<kBoxColumns / 2>(to, stage + from_);
   }
   // This warp's byte in the low byte of both halves, the others undefined
   __device__ __forceinline__ uint32_t columns(uint32_t word) const { return word >> shift_; }
@@ -151,8 +151,16 @@ class StageBytes<true, 1> {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int line = consumer * kPartColumns + pair_column<true, 1>(warp, lane % 8) + lane / 8 % 2;
     from_ = line * kDepth + (lane / 16 ^ line / 2 % 4) * 16;
-    lane_ = lane % 4 / 2;
-    select_ = lane % 2 == 0 ? 0x5410 : 0x7632;
+    // Two words at a time share the shuffles: of lane 0 its upper halves go to lane 1, of lane 1
+    // the lower ones to 2, then the upper ones to 3, and so on; what a lane keeps it sends to
+    // itself.
+    const int place = lane % 4;
+    from_first_ = 0x3102 >> 4 * place & 3;
+    from_second_ = 0x1320 >> 4 * place & 3;
+    send_first_ = place % 3 == 0 ? 0x7632 : 0x5410;
+    send_second_ = place % 3 == 0 ? 0x5410 : 0x7632;
+    keep_x_ = place % 3 == 0 ? 0x1054 : 0x5410;
+    keep_y_ = place % 3 == 0 ? 0x3276 : 0x7632;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
@@ -166,17 +174,21 @@ class StageBytes<true, 1> {
   }
   __device__ __forceinline__ void arrange(Fetched& to) const {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t lower = __shfl_sync(0xffffffff, to[i], lane_, 4);
-      const uint32_t upper = __shfl_sync(0xffffffff, to[i], 2 + lane_, 4);
-      to[i] = __byte_perm(lower, upper, select_);
+    for (int i = 0; i < 8; i += 2) {
+      uint32_t &x = to[i], &y = to[i + 1];
+      const uint32_t first =
+          __shfl_sync(0xffffffff, __byte_perm(x, y, send_first_), from_first_, 4);
+      const uint32_t second =
+          __shfl_sync(0xffffffff, __byte_perm(x, y, send_second_), from_second_, 4);
+      x = __byte_perm(first, second, keep_x_);
+      y = __byte_perm(first, second, keep_y_);
     }
   }
 
  private:
   uint32_t from_;
-  uint32_t select_;
-  int lane_;
+  int from_first_, from_second_;
+  uint32_t send_first_, send_second_, keep_x_, keep_y_;
 };
 
 // A line of a stage is a stored row, one of the sum, with 128 bytes of columns, swizzled by 128
@@ -189,11 +201,11 @@ class StageBytes<false, 1> {
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int chunk = consumer * (kPartColumns / 16) + warp;
-    from_ = lane * kColumns + (chunk ^ lane % 8) * 16;
+    from_ = lane * kBoxColumns + (chunk ^ lane % 8) * 16;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
-    load_rows<kColumns>(to, stage + from_);
+    load_rows<kBoxColumns>(to, stage + from_);
   }
   // A column per half
   __device__ __forceinline__ uint32_t columns(uint32_t word) const {
@@ -405,9 +417,9 @@ class Decoder {
 
   // kOdd: whether the number of the stage in its tile is odd.
   template <bool kOdd, typename Map>
-  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot) const {
-    bytes_.load(to.bytes, at.packed(slot));
-    scales_.template fetch<kOdd>(to.scales, at.scales(slot));
+  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot, int box) const {
+    bytes_.load(to.bytes, at.packed(slot, box));
+    scales_.template fetch<kOdd>(to.scales, at.scales(slot, box));
     if constexpr (kAlong) bytes_.arrange(to.bytes);
   }
 

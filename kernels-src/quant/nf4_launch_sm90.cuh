@@ -17,8 +17,8 @@ inline CUtensorMap packed_map(const Problem& p) {
   const cuuint64_t strides[] = {row_bytes, row_bytes * lines};
   const bool bytes = p.format == Format::kFp8;
   const cuuint32_t per_byte = bytes ? 1 : 2;
-  const cuuint32_t along[] = {kDepth / per_byte, kColumns, 1};
-  const cuuint32_t across[] = {kColumns / per_byte, kDepth, 1};
+  const cuuint32_t along[] = {kDepth / per_byte, kBoxColumns, 1};
+  const cuuint32_t across[] = {kBoxColumns / per_byte, kDepth, 1};
   const auto narrow = bytes ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
   const auto wide = bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t steps[] = {1, 1, 1};
@@ -33,7 +33,7 @@ inline CUtensorMap packed_map(const Problem& p) {
   return map;
 }
 
-inline Arguments arguments_of(const Problem& p) {
+inline Arguments arguments_of(const Problem& p, int tile_columns) {
   Arguments args{};
   args.packed = packed_map(p);
   args.absmax = p.absmax;
@@ -60,7 +60,7 @@ inline Arguments arguments_of(const Problem& p) {
   args.columns = static_cast<int>(p.columns());
   args.rank = static_cast<int>(p.rank);
   args.fan = static_cast<int>(p.fan);
-  args.column_blocks = (args.columns + kColumns - 1) / kColumns;
+  args.column_blocks = (args.columns + tile_columns - 1) / tile_columns;
   args.scatter = p.scatter;
   args.row_shift = p.row_shift;
   args.scale_rows = static_cast<int>(p.scale_rows());
@@ -69,13 +69,14 @@ inline Arguments arguments_of(const Problem& p) {
 
 template <bool kAlong, Format kFormat>
 void launch(const Problem& p, int device, cudaStream_t stream) {
-  const Arguments args = arguments_of(p);
+  using Map = SharedMap<kFormat>;
+  const Arguments args = arguments_of(p, Map::kColumns);
   const auto kernel = nf4_product_kernel<kAlong, kFormat>;
-  constexpr int kShared = SharedMap<kFormat>::kBytes;
+  constexpr int kShared = Map::kBytes;
   STD_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   // Most tiles that the rows can make; how many there are is known on the device alone.
-  const int64_t most = (p.rows / kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
+  const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   cudaLaunchConfig_t config{};
   config.gridDim =

@@ -97,9 +97,11 @@ class Loader {
 
  private:
   static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
-  static constexpr int kCopies = kTokens / kLines;
-  static constexpr int kBatch = 4;  // copies of a thread between two looks at the number of rows
-  static constexpr int kPerThread = kTokens / kWarpgroup;
+  static constexpr int kCopies = Map::kTokens / kLines;
+  // Copies of a thread between two looks at the number of rows
+  static constexpr int kBatch = kCopies % 4 == 0 ? 4 : 3;
+  static_assert(kCopies % kBatch == 0);
+  static constexpr int kPerThread = (Map::kTokens + kWarpgroup - 1) / kWarpgroup;
 
   // Where the lines of a tile lie, before the division by the fan. slots are int64 below 2^31.
   __device__ __forceinline__ void look_up(int (&found)[kPerThread], const TileAt& where) const {
@@ -115,7 +117,8 @@ class Loader {
   __device__ __forceinline__ void publish(int* sources, const int (&found)[kPerThread]) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      sources[thread_ + i * kWarpgroup] = p_.fan > 1 ? found[i] / p_.fan : found[i];
+      const int line = thread_ + i * kWarpgroup;
+      if (line < Map::kTokens) sources[line] = p_.fan > 1 ? found[i] / p_.fan : found[i];
     }
     sm90::warpgroup_sync(kLoaderBarrier);
   }
@@ -130,15 +133,24 @@ class Loader {
     const int row = kAlong ? here.column + thread_ : thread_ % kDepth;
     const int column = kAlong ? 0 : here.column + thread_ / kDepth * kPartColumns;
     const ScaleSource<kAlong, kFormat> scales(p_, here.expert, row, column);
+    constexpr int kFurther = (Map::kBoxes - 1) * kBoxColumns;  // to the last box
+    const ScaleSource<kAlong, kFormat> last_scales(p_, here.expert, row + (kAlong ? kFurther : 0),
+                                                   column + (kAlong ? 0 : kFurther));
     for (int k = 0; k < p_.depth; k += kDepth) {
       const uint32_t full = wait_for_empty();
       if (k == 0 && thread_ == 0) {
         *at_.place(ring_.slot) = {here.expert, here.column, here.row, here.rows};
       }
       fetch_packed(here, k, full);
-      const bool inside = (kAlong ? row : row + k) < p_.stored_rows && column < p_.columns;
-      copy_word_async(at_.scales(ring_.slot) + 4 * thread_, inside ? scales.at(k) : p_.absmax,
-                      inside);
+#pragma unroll
+      for (int box = 0; box < Map::kBoxes; ++box) {
+        const int further = box * kBoxColumns;
+        const bool inside = kAlong ? row + further < p_.stored_rows
+                                   : row + k < p_.stored_rows && column + further < p_.columns;
+        const auto& source = box == 0 ? scales : last_scales;
+        copy_word_async(at_.scales(ring_.slot, box) + 4 * thread_,
+                        inside ? source.at(k) : p_.absmax, inside);
+      }
       if (k + kDepth <= p_.depth) {
         gather<true>(p_.x + 2 * k, units, here.rows, 16);
       } else {
@@ -170,10 +182,13 @@ class Loader {
   // decoded there is finite, and meets zeros or is not stored.
   __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
     if (thread_ != 0) return;
-    sm90::barrier_arrive_expecting(full, kPackedBytes<kFormat>);
-    sm90::copy_in(at_.packed(ring_.slot), p_.packed, full,
-                  (kAlong ? k : where.column) / kPerByte<kFormat>, kAlong ? where.column : k,
-                  where.expert);
+    sm90::barrier_arrive_expecting(full, Map::kBoxes * kBoxBytes<kFormat>);
+#pragma unroll
+    for (int box = 0; box < Map::kBoxes; ++box) {
+      const int column = where.column + box * kBoxColumns;
+      sm90::copy_in(at_.packed(ring_.slot, box), p_.packed, full,
+                    (kAlong ? k : column) / kPerByte<kFormat>, kAlong ? column : k, where.expert);
+    }
   }
 
   // This thread's chunks of 64 elements of rows, of which `left` bytes exist; zeros behind.
@@ -208,7 +223,7 @@ class Loader {
   const int thread_;
   const int line_;
   const int chunk_;
-  Ring<kStages> ring_;
+  Ring<Map::kStages> ring_;
 };
 
 }  // namespace optimizer::nf4_product

@@ -11,6 +11,7 @@ namespace optimizer::nf4_product {
 
 // What a consumer's threads need beside the sums of a tile. The slots' loads begin with the tile,
 // the gates' follow before its last products have ended.
+template <int kTokens>
 class TileExtras {
  public:
   __device__ __forceinline__ TileExtras(const Arguments& p, const TileAt& where)
@@ -48,7 +49,7 @@ class TileExtras {
   }
 
  private:
-  static constexpr int kRows = kTokens / kWarpgroup;  // per thread
+  static constexpr int kRows = (kTokens + kWarpgroup - 1) / kWarpgroup;  // per thread
   static_assert(kRows == 2);
 
   const Arguments& p_;
@@ -121,9 +122,11 @@ class Consumer {
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
       if constexpr (kFormat == Format::kFourBit) {
-        process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
-      } else {  // fewer, for the compiler's sake
-        process_by_least<64, 128, 144, 160, 192, 240, kTokens>(where, more);
+        process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, Map::kTokens>(where, more);
+      } else if constexpr (kFormat == Format::kMxfp4) {  // fewer, for the compiler's sake
+        process_by_least<64, 128, 144, 160, 192, 240, Map::kTokens>(where, more);
+      } else {  // more serialise all of the products: registers are short
+        process_by_least<80, Map::kTokens>(where, more);
       }
     }
     clear_sentinels(p_, at_.offsets()[p_.experts]);
@@ -136,7 +139,10 @@ class Consumer {
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
   // wait for each other to be released.
   static constexpr int kRankStagesPassed = 1;
-  static_assert(kStages >= 2 + kRankStagesPassed);
+  static_assert(Map::kStages >= 2 + kRankStagesPassed);
+  static constexpr int kBoxes = Map::kBoxes;
+  template <int kN>
+  using Sums = float[kBoxes][kN / 2];
 
   // By the narrowest instruction that holds the tile's rows. Means of 64, 128, ... rows per expert
   // are what powers of two give: half of the experts have a few more, so widths lie close there.
@@ -154,24 +160,31 @@ class Consumer {
 
   template <int kN>
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
-    TileExtras extras(p_, where);
+    TileExtras<Map::kTokens> extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
     const int column = where.column + consumer_ * kPartColumns +
                        pair_column<kAlong, kPerByte<kFormat>>(warp, group);
     Factor factor(p_, where, column);
+    if constexpr (kBoxes == 1) factor.load_first();
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
-    float sum[kN / 2] = {};
+    Sums<kN> sum = {};
     const bool early = more && rank_stages_ <= kRankStagesPassed;
-    Ring<kStages> rank_ring = ring_;
+    Ring<Map::kStages> rank_ring = ring_;
     const bool swapped = multiply<kN>(sum, early, rank_ring);
     extras.load_gates();
     if (!early) rank_ring = ring_;
-    if (p_.rank != 0) add_low_rank<kN>(sum, factor, rank_ring);
+    if (p_.rank != 0) {
+      if constexpr (kBoxes == 1) {
+        add_low_rank<kN>(sum[0], factor, rank_ring);
+      } else {
+        const Factor second(p_, where, column + kBoxColumns);
+        add_low_rank<kN>(sum, factor, second, rank_ring);
+      }
+    }
     if (!early) ring_ = rank_ring;
     sm90::products_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) asm volatile("" : "+f"(sum[i]));
+    sm90::pin(sum);
     release(before_);
     if (swapped) {
 #pragma unroll
@@ -182,48 +195,58 @@ class Consumer {
     sm90::warpgroup_sync(1 + consumer_);
     extras.publish(at_, consumer_);
     sm90::warpgroup_sync(1 + consumer_);
-    float2 bias{};
-    if (p_.bias != nullptr && column < p_.columns) {
-      const float* from = p_.bias + static_cast<int64_t>(where.expert) * p_.columns + column;
-      bias = {from[0], from[1]};
-    }
-    if (column < p_.columns) {
-      write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows,
-                     column);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      write<kN>(sum[box], where, column + box * kBoxColumns);
     }
     // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
     // for each of them.
     __syncwarp();
   }
 
-  // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run;
-  // with `early` behind the last one the next tile's first, past the rank's, which begin at
-  // `rank_ring`. Returns whether it is in odd_.
   template <int kN>
-  __device__ __forceinline__ bool multiply(float (&sum)[kN / 2], bool early,
-                                           Ring<kStages>& rank_ring) {
-    for (int stage = 1;; stage += 2) {
-      if (stage == stages_) {
-        add_last_stage<kN>(sum, even_, odd_, stage > 1, early, rank_ring);
+  __device__ __forceinline__ void write(const float (&sum)[kN / 2], const TileAt& where,
+                                        int column) const {
+    if (column >= p_.columns) return;
+    float2 bias{};
+    if (p_.bias != nullptr) {
+      const float* from = p_.bias + static_cast<int64_t>(where.expert) * p_.columns + column;
+      bias = {from[0], from[1]};
+    }
+    write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows, column);
+  }
+
+  // sum (64 columns of every box x rows) = W x^T. A part, a stage's box, is decoded while the
+  // products of the part before run; with `early` behind the last one the next tile's first, past
+  // the rank's, which begin at `rank_ring`. Returns whether it is in odd_.
+  template <int kN>
+  __device__ __forceinline__ bool multiply(Sums<kN>& sum, bool early,
+                                           Ring<Map::kStages>& rank_ring) {
+    constexpr bool kWide = kBoxes == 2;
+    const int parts = kBoxes * stages_;
+    for (int part = 1;; part += 2) {
+      if (!kWide && part == parts) {
+        add_last_part<kN>(sum[0], even_, odd_, part > 1, early, rank_ring);
         return early;
       }
-      add_stage<kN, true>(sum, even_, odd_, stage > 1);
-      if (stage + 1 == stages_) {
-        add_last_stage<kN>(sum, odd_, even_, true, early, rank_ring);
+      add_part<kN, true>(sum[0], even_, odd_, part > 1);
+      if (part + 1 == parts) {
+        add_last_part<kN>(sum[kBoxes - 1], odd_, even_, !kWide, early, rank_ring);
         return false;
       }
-      add_stage<kN, false>(sum, odd_, even_, true);
+      add_part<kN, false>(sum[kBoxes - 1], odd_, even_, !kWide);
     }
   }
 
-  // The products of the stage in `a`; `next` becomes what the ring has come to. Half of the
-  // products are handed on before, half between the two halves of its decoding. kOdd: of `next`.
+  // The products of the part in `a`; `next` becomes the next one. Half of the products are handed
+  // on before, half between the two halves of its decoding. kOdd: of `next`. holds: whether the
+  // part before was its stage's last.
   template <int kN, bool kOdd>
-  __device__ __forceinline__ void add_stage(float (&sum)[kN / 2], const Operand& a, Operand& next,
-                                            bool holds) {
-    const uint64_t b = rows_start_ + slot_ * (kRowBytes / 16);
+  __device__ __forceinline__ void add_part(float (&sum)[kN / 2], const Operand& a, Operand& next,
+                                           bool holds) {
+    const uint64_t b = rows_start_ + slot_ * (Map::kRowBytes / 16);
     add_steps<kN, 0, 2>(sum, a, b);
-    free_stage_before(holds);
+    free_part_before(holds);
     Fetched fetched;
     fetch<kOdd>(fetched);
     decode_.template decode<0>(next[0], fetched);
@@ -234,11 +257,11 @@ class Consumer {
   }
 
   template <int kN>
-  __device__ __forceinline__ void add_last_stage(float (&sum)[kN / 2], const Operand& a,
-                                                 Operand& next, bool holds, bool early,
-                                                 Ring<kStages>& rank_ring) {
-    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (kRowBytes / 16));
-    free_stage_before(holds);
+  __device__ __forceinline__ void add_last_part(float (&sum)[kN / 2], const Operand& a,
+                                                Operand& next, bool holds, bool early,
+                                                Ring<Map::kStages>& rank_ring) {
+    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (Map::kRowBytes / 16));
+    free_part_before(holds);
     rank_ring = ring_;
     if (!early) return;
     ring_.skip(rank_stages_);
@@ -256,26 +279,29 @@ class Consumer {
     products_commit();
   }
 
-  // When all products but the group handed on last have ended, the stage before is free, and so is
-  // the operand that it came from. A tile's first stage has none before it.
-  __device__ __forceinline__ void free_stage_before(bool holds) {
+  // When all products but the group handed on last have ended, the operand of the part before is
+  // free, and so is its stage if it was the last. A tile's first part has none before it.
+  __device__ __forceinline__ void free_part_before(bool holds) {
     sm90::products_wait<1>();
     if (holds) release(before_);
     before_ = slot_;
   }
 
-  // What the left operand of the stage that the ring has come to is decoded from; kOdd: whether the
-  // number of the stage in its tile is odd.
+  // What the left operand of the next part is decoded from, of the stage that the ring has come to
+  // or, second of a wide tile, of the last one; kOdd: whether the part's number in its tile is odd.
   template <bool kOdd>
   __device__ __forceinline__ void fetch(Fetched& fetched) {
-    sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
-    see_copies();
-    decode_.template fetch<kOdd>(fetched, at_, ring_.slot);
-    slot_ = ring_.slot;
-    ring_.advance();
+    constexpr bool kSecond = kBoxes == 2 && kOdd;
+    if constexpr (!kSecond) {
+      sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
+      see_copies();
+      slot_ = ring_.slot;
+      ring_.advance();
+    }
+    decode_.template fetch<kOdd>(fetched, at_, slot_, kSecond);
   }
 
-  // Of a tile's first stage.
+  // Of a tile's first part.
   __device__ __forceinline__ void fetch_all(Operand& a) {
     Fetched fetched;
     fetch<false>(fetched);
@@ -285,15 +311,16 @@ class Consumer {
     decode_.template decode<3>(a[3], fetched);
   }
 
-  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The
-  // first are asked for when the tile begins; they come straight from global memory.
+  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. Where
+  // registers allow, the first are asked for when the tile begins; they come straight from global
+  // memory.
   class Factor {
    public:
     __device__ __forceinline__ Factor(const Arguments& p, const TileAt& where, int column) : p_(p) {
       from_ = p.factor + where.expert * p.factor_expert + column * p.factor_column;
       inside_ = column < p.columns;
-      load(first_, 0);
     }
+    __device__ __forceinline__ void load_first() { load(first_, 0); }
     __device__ __forceinline__ void operator()(uint32_t (&a)[4], int k) const {
       uint32_t found[8];
       load(found, k);
@@ -327,7 +354,7 @@ class Consumer {
   // sum += F low^T, 64 of the rank at a time, or 16 where there are no more.
   template <int kN>
   __device__ __forceinline__ void add_low_rank(float (&sum)[kN / 2], const Factor& factor,
-                                               Ring<kStages>& ring) {
+                                               Ring<Map::kStages>& ring) {
     using namespace sm90;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
@@ -343,7 +370,7 @@ class Consumer {
       }
       barrier_wait(at_.full(ring.slot), ring.parity, "a full stage of the rank");
       see_copies();
-      const uint64_t b = rows_start_ + ring.slot * (kRowBytes / 16);
+      const uint64_t b = rows_start_ + ring.slot * (Map::kRowBytes / 16);
       products_begin();
       DecodedProduct<kN>::add(sum, a[0], b + descriptor_offset<false>(0, 0));
       if (!few) {
@@ -358,6 +385,42 @@ class Consumer {
       before_ = ring.slot;
       ring.advance();
     }
+  }
+
+  // Of a wide tile, whose sums leave no registers for more than 16 of the rank.
+  template <int kN>
+  __device__ __forceinline__ void add_low_rank(Sums<kN>& sum, const Factor& first,
+                                               const Factor& second, Ring<Map::kStages>& ring) {
+    using namespace sm90;
+    for (int k = 0; k < p_.rank; k += kDepth) {
+      uint32_t a[4], b[4];
+      first(a, k);
+      second(b, k);
+      barrier_wait(at_.full(ring.slot), ring.parity, "a full stage of the rank");
+      see_copies();
+      uint64_t rows = rows_start_ + ring.slot * (Map::kRowBytes / 16);
+      add_rank_step<kN>(sum, a, b, rows);
+      const int end = min(p_.rank, k + kDepth);
+      for (int at = k + kInstructionDepth; at < end; at += kInstructionDepth) {
+        first(a, at);
+        second(b, at);
+        rows += descriptor_offset<false>(0, 1);
+        add_rank_step<kN>(sum, a, b, rows);
+      }
+      release(before_);
+      before_ = ring.slot;
+      ring.advance();
+    }
+  }
+
+  template <int kN>
+  static __device__ __forceinline__ void add_rank_step(Sums<kN>& sum, const uint32_t (&a)[4],
+                                                       const uint32_t (&b)[4], uint64_t rows) {
+    sm90::products_begin();
+    sm90::DecodedProduct<kN>::add(sum[0], a, rows);
+    sm90::DecodedProduct<kN>::add(sum[1], b, rows);
+    sm90::products_commit();
+    sm90::products_wait<0>();
   }
 
   // wgmma reads through the async proxy what cp.async has written through the generic one: hence
@@ -377,17 +440,18 @@ class Consumer {
   const int rank_stages_;
   const uint64_t rows_start_;
   const Source decode_;
-  Ring<kStages> ring_;   // the next stage to be decoded
-  uint32_t slot_ = 0;    // of the stage that was decoded last
-  uint32_t before_ = 0;  // of the stage that was multiplied last
-  Operand even_, odd_;   // decoded stages, in turns; a tile begins with even_
+  Ring<Map::kStages> ring_;  // the next stage to be decoded
+  uint32_t slot_ = 0;        // of the stage that was decoded last
+  uint32_t before_ = 0;      // of the stage that was multiplied last
+  Operand even_, odd_;       // decoded parts, in turns; a tile begins with even_
 };
 
 // Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
+template <typename Map>
 __device__ __forceinline__ int height_class(const int* offsets, int expert) {
   const int rows = offsets[expert + 1] - offsets[expert];
-  const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, kTokens), 0).count;
-  return (kTokens - height) / kHeightStep;
+  const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, Map::kTokens), 0).count;
+  return (Map::kTokens - height) / kHeightStep;
 }
 
 // Over the lanes of a warp before this one.
@@ -403,6 +467,7 @@ __device__ __forceinline__ int sum_before(int own) {
 
 // By one warp: experts in the order of their classes, and of their numbers inside of one, so that
 // all blocks agree. `places` holds how many every class has.
+template <typename Map>
 __device__ __forceinline__ void make_order(const int* offsets, int experts, int* places,
                                            int* order) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -410,7 +475,8 @@ __device__ __forceinline__ void make_order(const int* offsets, int experts, int*
   __syncwarp();
   for (int first = 0; first < experts; first += 32) {
     const int e = first + lane;
-    const int own = e < experts ? height_class(offsets, e) : kHeightClasses;  // or nobody's
+    const int own =
+        e < experts ? height_class<Map>(offsets, e) : Map::kHeightClasses;  // or nobody's
     const uint32_t peers = __match_any_sync(0xffffffff, own);
     const int place = places[own] + __popc(peers & ((1u << lane) - 1));
     if (e < experts) order[place] = e;
@@ -426,22 +492,22 @@ template <typename Map>
 __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
   int* places = at.sources(0);  // nobody's yet
-  static_assert(kHeightClasses < 32);
+  static_assert(Map::kHeightClasses < 32);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < 32) places[thread] = 0;
   for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
   __syncthreads();
   for (int e = thread; e < p.experts; e += kThreads) {
-    atomicAdd(places + height_class(offsets, e), 1);
+    atomicAdd(places + height_class<Map>(offsets, e), 1);
   }
   __syncthreads();
   if (thread >= 32) return;
-  make_order(offsets, p.experts, places, order);
+  make_order<Map>(offsets, p.experts, places, order);
   int before = 0;
   for (int first = 0; first < p.experts; first += 32) {
     const int i = first + thread;
     const int e = i < p.experts ? order[i] : 0;
-    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
+    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], Map::kTokens) : 0;
     const int sum = sum_before(own);
     if (i < p.experts) starts[i] = before + sum;
     before += __shfl_sync(0xffffffff, sum + own, 31);
@@ -454,10 +520,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  const SharedMap<kFormat> at(shared);
+  using Map = SharedMap<kFormat>;
+  const Map at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
-    for (int slot = 0; slot < kStages; ++slot) {
+    for (int slot = 0; slot < Map::kStages; ++slot) {
       barrier_init(at.full(slot), kWriters);
       barrier_init(at.empty(slot), kReaders);
     }
@@ -468,10 +535,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
-    give_registers<kLoaderRegisters>();
+    give_registers<Map::kLoaderRegisters>();
     Loader<kAlong, kFormat>(p, at).run();
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<Map::kConsumerRegisters>();
     Consumer<kAlong, kFormat>(p, at, warpgroup - 1).run();
   }
 }

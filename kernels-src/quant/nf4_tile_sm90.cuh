@@ -5,9 +5,9 @@
 //                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
-// takes its left operand. Rows are its N, up to 256, so that few experts have more than one tile
-// and a weight is decoded about once. Decoding of a step overlaps with the products of the step
-// before.
+// takes its left operand. Rows are its N, up to 256 (FP8: 144), so that few experts have more than
+// one tile and a weight is decoded about once. Decoding of a step overlaps with the products of the
+// step before.
 //
 // Shared memory is what limits the kernel. Per 16 of k and 64 columns, in cycles of its 128 bytes:
 // wgmma reads N / 4, the lookups are 32 shuffles, filling takes N / 8, fetching packed bytes about
@@ -29,29 +29,39 @@ namespace optimizer::nf4_product {
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kPartColumns = 64;  // of one consumer
-constexpr int kColumns = kConsumers * kPartColumns;
-constexpr int kTokens = 256;     // most rows of a tile
-constexpr int kHeightStep = 16;  // of the instructions' N
-constexpr int kHeightClasses = kTokens / kHeightStep + 1;
-constexpr int kDepth = sm90::kBlockSide;  // of the sum, per stage
+constexpr int kPartColumns = 64;                        // of one consumer
+constexpr int kBoxColumns = kConsumers * kPartColumns;  // of what TMA copies at a time
+constexpr int kHeightStep = 16;                         // of the instructions' N
+constexpr int kDepth = sm90::kBlockSide;                // of the sum, per stage
 constexpr int kSteps = kDepth / sm90::kInstructionDepth;
-constexpr int kStages = 5;
 constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
-// 64 K registers: (56 + 2 * 224) * 128 = 64512
-constexpr int kLoaderRegisters = 56;
-constexpr int kConsumerRegisters = 224;
-constexpr int kMaxExperts = 512;  // their offsets and tiles lie in shared memory
+constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memory
 
-constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
+// What depends on the format. A consumer of FP8 takes 64 columns of each of two boxes, decoding one
+// beside the products of the other: rows of x are read and stages waited for half as often, and
+// the sums of fewer rows leave the registers for it.
+template <Format kFormat>
+struct TileShape {
+  static constexpr bool kWide = kFormat == Format::kFp8;
+  static constexpr int kBoxes = kWide ? 2 : 1;
+  static constexpr int kColumns = kBoxes * kBoxColumns;
+  static constexpr int kTokens = kWide ? 144 : 256;  // most rows
+  static constexpr int kHeightClasses = kTokens / kHeightStep + 1;
+  static constexpr int kStages = kWide ? 6 : 5;
+  static constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
+  // The 168 * 384 that the kernel starts with
+  static constexpr int kLoaderRegisters = kWide ? 40 : 56;
+  static constexpr int kConsumerRegisters = kWide ? 232 : 224;
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == 504);
+};
+
 template <Format kFormat>
 constexpr int kPerByte = kFormat == Format::kFp8 ? 1 : 2;  // elements
 template <Format kFormat>
-constexpr int kPackedBytes = kColumns * kDepth / kPerByte<kFormat>;
-// Words of scales. Along: one per column; across: kDepth per consumer.
-constexpr int kScaleBytes = 4 * kColumns;
-constexpr int kTableBytes = 4 * kTokens;
-static_assert(kColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
+// Words of scales of a box. Along: one per column; across: kDepth per consumer.
+constexpr int kScaleBytes = 4 * kBoxColumns;
+static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
 
 // The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
 // read it.
@@ -60,11 +70,15 @@ constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
 template <Format kFormat>
-struct SharedMap {
+struct SharedMap : TileShape<kFormat> {
+  using Shape = TileShape<kFormat>;
+  using Shape::kBoxes, Shape::kRowBytes, Shape::kStages;
+
   static constexpr int kAlignment = sm90::kGroupBytes;
+  static constexpr uint32_t kTableBytes = 4 * Shape::kTokens;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
-  static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes<kFormat>;
-  static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
+  static constexpr uint32_t kScales = kPacked + kStages * kBoxes * kBoxBytes<kFormat>;
+  static constexpr uint32_t kTables = kScales + kStages * kBoxes * kScaleBytes;
   // Sources of two tiles; targets and gates of each consumer.
   static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
@@ -81,11 +95,11 @@ struct SharedMap {
   }
 
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const { return base + slot * kRowBytes; }
-  __device__ __forceinline__ uint32_t packed(uint32_t slot) const {
-    return base + kPacked + slot * kPackedBytes<kFormat>;
+  __device__ __forceinline__ uint32_t packed(uint32_t slot, int box) const {
+    return base + kPacked + (slot * kBoxes + box) * kBoxBytes<kFormat>;
   }
-  __device__ __forceinline__ uint32_t scales(uint32_t slot) const {
-    return base + kScales + slot * kScaleBytes;
+  __device__ __forceinline__ uint32_t scales(uint32_t slot, int box) const {
+    return base + kScales + (slot * kBoxes + box) * kScaleBytes;
   }
   __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
   __device__ __forceinline__ int* targets(int consumer) const {
@@ -114,8 +128,10 @@ struct SharedMap {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap<Format::kFp8>::kBytes <= 227 * 1024);
-static_assert(kStages * kRowBytes % 1024 == 0 && kPackedBytes<Format::kFourBit> % 1024 == 0);
+static_assert(SharedMap<Format::kFp8>::kBytes <= 227 * 1024 &&
+              SharedMap<Format::kFourBit>::kBytes <= 227 * 1024);
+static_assert(TileShape<Format::kFp8>::kRowBytes % 1024 == 0 &&
+              kBoxBytes<Format::kFourBit> % 1024 == 0);
 
 struct Arguments {
   CUtensorMap packed;  // (E, N, bytes), boxes of 128 rows x 64 of K (along) or 64 rows x 128 of K
@@ -177,7 +193,7 @@ __device__ __forceinline__ TileAt locate(const Arguments& p, const Map& at, int 
   const Place place =
       tiles <= kBand ? Place{unit % tiles, unit / tiles} : place_of(unit, tiles, p.column_blocks);
   const RowRange range = row_range(rows, tiles, place.row_tile);
-  return {expert, place.block * kColumns, first + range.first, range.count};
+  return {expert, place.block * Map::kColumns, first + range.first, range.count};
 }
 
 template <typename Map>
