@@ -153,8 +153,8 @@ right:
   adapters included, to the same logits.
 
 A refusal is a `ValueError` with the message that stands here.
-`TRITON_INTERPRET=1 python -m tests.integrations._moe_table` writes this page from the models, and
-a test compares every row.
+
+<!-- written by TRITON_INTERPRET=1 python -m tests.integrations._moe_table -->
 """
 HEADER = "| class | experts | result |"
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \|$", re.MULTILINE)

@@ -366,7 +366,9 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
 
     Raises:
         ValueError: nothing to merge, merged already, weights that are computed (quantized), or NaN
-            or inf in the adapter; no weight has changed then.
+            or inf in the adapter.
+
+    Whatever is raised, also where memory runs out half-way, no weight has changed then.
     """
     if injection.is_injected(model):
         injection.merge(model, keep_on=keep_on)
