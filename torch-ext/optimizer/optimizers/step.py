@@ -262,8 +262,8 @@ class MuonBase(OffloadingOptimizer):
         The host does not wait for a device, but for the following. Of parameters that several ranks
         share, the first step of a plan waits until all have said whether they have the same options
         and layout: the very first, and the first after groups, options of the layout or loaded
-        state changed. The first step with gradients waits where these are compared, and without
-        `gradients` and `process_group` for the other ranks, at most 30 s. Shared parameters on the
+        state changed. The first step with gradients waits where these are compared, of a
+        `MuonAdamW` without `gradients` for the other ranks, at most 30 s. Shared parameters on the
         CPU are asked about in every step. QK-clip with CPU offload and rounding="residual" waits
         until the residuals are in host memory.
 

@@ -152,10 +152,9 @@ class DistributedConfig:
             on that finds gradients and everything else in the same place. Nothing of a step that
             is itself captured. False: every step is queued kernel by kernel and keeps no pool for
             graphs, but the memory of messages stays.
-        timeout: seconds that the first step of a `MuonAdamW` without `gradients` and
-            `process_group` waits for other ranks, whose gradients it compares with its own. Longer
-            than one is behind another that trains with it, and bearable for one that trains alone,
-            which waits once and in vain.
+        timeout: seconds that the first step of a `MuonAdamW` without `gradients` waits for other
+            ranks, whose gradients it compares with its own. Longer than one is behind another that
+            trains with it, and bearable for one that trains alone, which waits once and in vain.
         transport: what messages to owners and back go by. "nccl" is an all-to-all of the process
             group, whatever its backend. "p2p" writes into the memory of the receiver by copy
             engines, on GPUs of one host. "nccl_ce" is NCCL's all-to-all on copy engines. "auto"

@@ -54,8 +54,7 @@ class Common:
     labelled: list[tuple[str, Tensor]] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     layout: Mapping[str, str] = field(default_factory=dict)  # LAYOUT -> as text, or a digest of it
-    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
-    alike: bool | None = None
+    unreduced: bool = False  # the first gradients must not be equal on all ranks
 
     def add(self, number: int, where: str, param: Tensor) -> None:
         """A parameter of group `number`, which must have a gradient on all ranks or on none."""
@@ -68,7 +67,7 @@ class Common:
         chunks: Sequence[Sequence[Any]],
         settings: Mapping[str, Any],
         *,
-        alike: bool | None,
+        unreduced: bool,
     ) -> None:
         """Note the layout of a plan: its chunks per group, and settings of names in LAYOUT."""
         found = {
@@ -78,7 +77,7 @@ class Common:
             "shapes, dtypes and placements": [_form(param) for _, param in self.labelled],
             OWNERS: [*_owners(self.team, chunks)],
         }
-        self.alike = alike
+        self.unreduced = unreduced
         self.layout = {
             name: str(word(str(found[name])) if name in DIGESTED else found[name])
             for name in LAYOUT
@@ -421,7 +420,7 @@ class Consistency:
                 comparison.wait()
                 initial = bool(comparison.found[1, INITIAL])
             # Zeros that every rank made for itself say nothing about who reduces gradients.
-            compares = own.common.alike is not None and not self._compared and not initial
+            compares = own.common.unreduced and not self._compared and not initial
             later += _pending(comparison, now=compares)
             if compares and any(own.present):
                 later += _pending(_compare_gradients(own))
@@ -474,8 +473,7 @@ def _compare_gradients(own: _OwnNumbers) -> Comparison:
     """Ask whether the gradients of the first step that has any are equal, bit for bit."""
     labelled, device = own.common.labelled, own.device
     sums = torch.stack([checksum(param.grad, device) for _, param in labelled])
-    meaning = _reduced if own.common.alike else _not_yet_reduced
-    return _comparison(extremes(own.common.team.transport, sums), device, meaning)
+    return _comparison(extremes(own.common.team.transport, sums), device, _not_yet_reduced)
 
 
 def _bits(present: Sequence[bool]) -> list[int]:
@@ -494,15 +492,6 @@ def _not_yet_reduced(found: Tensor) -> None:
             "gradients='unreduced', but every rank has the same gradients, bit for bit: "
             "something reduces them already (DistributedDataParallel does; then use "
             "gradients='reduced'), or all ranks read the same data"
-        )
-
-
-def _reduced(found: Tensor) -> None:
-    if not torch.equal(*found):
-        raise RuntimeError(
-            "the ranks of process_group have different gradients, which nothing has reduced: the "
-            "replicas would drift apart. Pass gradients='unreduced' to MuonAdamW, which then "
-            "reduces them, or reduce them before step(), as DistributedDataParallel does"
         )
 
 

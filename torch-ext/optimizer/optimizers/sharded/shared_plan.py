@@ -60,7 +60,7 @@ from .owners import (
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
 COST_BATCH = 8
-# Optimizers whose ranks meet without a group, in the order in which a process makes them.
+# Optimizers that compare the gradients of replicas, in the order in which a process makes them.
 _NUMBERS = itertools.count()
 
 
@@ -83,7 +83,7 @@ class Ranks:
         self.unreduced = unreduced
         self.assumed = assumed
         self._group = process_group
-        self._number = next(_NUMBERS) if assumed and process_group is None else None
+        self._number = next(_NUMBERS) if assumed else 0
         self._teams = Teams()
         self._of_group: Team | None = None
         self.consistency = Consistency()
@@ -281,10 +281,7 @@ class Ranks:
         }
         teams = [*self._commons.values()]
         for common in teams:
-            alike = None if self.unreduced is None else False
-            if self.unreduced is None and self.assumed and common.team is self._of_group:
-                alike = True
-            common.describe(chunks, settings, alike=alike)
+            common.describe(chunks, settings, unreduced=self.unreduced is not None)
         empty = not teams if self.unreduced is not None else self._empty
         shared = Shared(chunks, home, teams, empty, self.config, order)
         reserve(shared)
@@ -292,7 +289,7 @@ class Ranks:
 
     def compare_replicas(self, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
         """Ask in the first step with gradients if they are reduced, where nobody said so."""
-        if self.assumed and self._number is not None:
+        if self.assumed:
             self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
 
     def compare(
