@@ -208,15 +208,6 @@ def test_sweep_widens_a_grid_at_its_best_edge(demo) -> None:
         (DEMO, ["--device", "meta"], ["--device meta", "cpu or cuda"]),
         (NANOCHAT, ["--device", "bogus"], ["--device bogus", "cpu or cuda"]),
     ],
-    ids=[
-        "not built",
-        "other",
-        "no text",
-        "no folder",
-        "no device",
-        "meta",
-        "a third",
-    ],
 )
 def test_setup_errors_say_what_to_do(script, options, words, repo_id, forks, tmp_path) -> None:
     given = environment() if options else environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}")

@@ -322,20 +322,16 @@ def inputs_of(experts: nn.Module, device: torch.device) -> tuple[torch.Tensor, .
 
 @pytest.mark.sees_defect("routing is written again for every model")
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_equals_the_eager_one(opt, device, kind):
-    experts = made(kind, device)
-    inputs = inputs_of(experts, device)
-    found = opt.layers.ScatterMoEExperts.forward(experts, *inputs)
-    assert_error_at_most(found, experts(*inputs), 1e-13)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_layout_is_read_off_the_attributes(submodule, device, kind):
+def test_forward_equals_the_eager_one(opt, submodule, device, kind):
+    """By the layout that is read off the attributes."""
     experts, activation = made(kind, device), KINDS[kind][2]
     layout = submodule("moe.layout").module_layout(experts)
     assert (layout.transposed, layout.gated) == (experts.is_transposed, experts.has_gate)
     assert layout.interleaved == (experts.has_gate and not experts.is_concatenated)
     assert callable(layout.activation) if activation is None else layout.activation == activation
+    inputs = inputs_of(experts, device)
+    found = opt.layers.ScatterMoEExperts.forward(experts, *inputs)
+    assert_error_at_most(found, experts(*inputs), 1e-13)
 
 
 def test_experts_with_a_norm_of_their_own_are_refused(opt, device):

@@ -153,6 +153,12 @@ PATTERNS = (
 )
 
 
+def below(m: int, device: torch.device) -> torch.Tensor:
+    """(m, m): whether an element lies in a block of 128 x 128 below the diagonal."""
+    block = torch.arange(m, device=device) // 128
+    return block[:, None] > block
+
+
 PREFACTOR = 1.02
 
 

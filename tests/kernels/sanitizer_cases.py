@@ -11,8 +11,10 @@ allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 i
 
 import functools
 import importlib
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -26,6 +28,7 @@ from .test_nf4_dequant import DTYPES, STACKS, oracle
 from .test_step_ops import OPS
 
 
+@functools.cache
 def loaded():
     """The package, from this checkout's build/."""
     import tomllib
@@ -42,55 +45,64 @@ def submodule(opt, name: str):
     return importlib.import_module(f"{opt.__name__}.{name}")
 
 
+def count(*cases) -> None:
+    opt = loaded()
+    print(f"{sum(1 for case in cases for _ in case(opt))} cases, all right")
+
+
 def kernels() -> None:
     """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, norms, products' tiles, lists."""
-    opt = loaded()
-    device, count = torch.device("cuda"), 0
+    count(decoded_stacks, quantized_weights, normalized_slices, norms, symmetric_products)
+    count(dense_products, arriving_products, copied_rows, list_ops, rescaling)
+
+
+def chain() -> None:
+    """square_chain."""
+    count(chains)
+
+
+def experts() -> None:
+    """The compiled product over experts of 4 and 8 bits."""
+    count(expert_products)
+
+
+def decoded_stacks(opt) -> Iterator[None]:
+    """nf4_dequant: the packed bytes may have room for one expert more than the stack has."""
+    device = torch.device("cuda")
     for stack in STACKS:
         arguments = stack.arguments(device)
         ids = [stack.experts - 1, 0]
         for dtype in DTYPES:
-            # The packed bytes may have room for one expert more than the stack has.
             active = torch.tensor([*ids, stack.experts + 1, -1], device=device)
             out = opt.nf4_dequant(active_experts=active, dtype=dtype, **arguments)
             assert_same_bits(out[:2], oracle(arguments, ids, dtype))
             assert out[2:].isnan().all()
-            count += 1
-    count += quantized_weights(opt)
-    count += normalized_slices(opt)
-    count += norms(opt)
-    count += symmetric_products(opt)
-    count += dense_products(opt)
-    count += arriving_products(opt)
-    count += copied_rows(opt)
-    count += list_ops(opt)
-    count += rescaling(opt)
-    print(f"{count} cases, all right")
+            yield
 
 
-def quantized_weights(opt) -> int:
-    """nf4_quantize: odd sizes, tails and unaligned starts; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def quantized_weights(opt) -> Iterator[None]:
+    """nf4_quantize: odd sizes, tails and unaligned starts."""
+    device = torch.device("cuda")
     for dtype in DTYPES:
         for numel in (1, 33, 4095, 4097, 20503):
             buffer = torch.randn(numel + 1, device=device, dtype=dtype)
             for weight in (buffer[1:], buffer[1:].clone()):
                 packed, absmax = opt.nf4_quantize(weight, 64, backend="compiled")
                 assert packed.numel() == (numel + 1) // 2 and absmax.isfinite().all()
-                count += 1
-    return count
+                yield
 
 
-def normalized_slices(opt) -> int:
-    """normalize: layouts and dtypes at odd shapes, in odd frames; the number of cases."""
-    device, count = torch.device("cuda"), 0
-    ops = submodule(opt, "_ops").ops
+def normalized_slices(opt) -> Iterator[None]:
+    """normalize: layouts and dtypes at odd shapes, in odd frames."""
+    device = torch.device("cuda")
+    ops, numbers = submodule(opt, "_ops").ops, itertools.count()
     for rows, cols in ((1, 1), (3, 1030), (259, 5), (67, 257), (130, 132)):
         for source in SYMMETRIC_DTYPES:
             x = torch.randn(3, rows, cols).to(source)  # compared on the CPU, see list_ops
             expected = x.double() / x.double().norm(dim=(1, 2), keepdim=True)
             for pattern in ("padded", "transposed-padded", "shifted", "batch-inside"):
-                target, more = SYMMETRIC_DTYPES[count % 3], count % 4
+                number = next(numbers)
+                target, more = SYMMETRIC_DTYPES[number % 3], number % 4
                 pieces = [laid_out(part.to(device), pattern) for part in (x[:1], x[1:])]
                 frame = torch.full((3 + more, rows + more, cols + more), torch.nan).to(target)
                 out = frame.to(device)
@@ -100,18 +112,18 @@ def normalized_slices(opt) -> int:
                 assert torch.allclose(inner.double(), expected, rtol=2.0**-7, atol=2.0**-24)
                 inner.zero_()
                 assert (out == 0).all()
-                count += 1
+                yield
     # One matrix beyond shared memory, whose tiles are read again.
     x = torch.ones(1, 8192, 8199, device=device)
     out = torch.empty_like(x)
     ops.normalize([x], out, 1.0)
     assert (out - x.numel() ** -0.5).abs().max().item() < 1e-9
-    return count + 1
+    yield
 
 
-def norms(opt) -> int:
-    """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def norms(opt) -> Iterator[None]:
+    """norm_factors: full and symmetric matrices at odd sides."""
+    device = torch.device("cuda")
     norm_factors = submodule(opt, "kernels.products.normalize").norm_factors
     for side in (1, 67, 129, 260, 515):
         x = torch.randn(2, side, side)
@@ -123,13 +135,12 @@ def norms(opt) -> int:
                 for symmetric in (False, True):
                     factors, _ = norm_factors(view, symmetric=symmetric)
                     assert torch.allclose(factors.cpu().double(), expected, rtol=2e-7, atol=0)
-                    count += 1
-    return count
+                    yield
 
 
-def symmetric_products(opt) -> int:
-    """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def symmetric_products(opt) -> Iterator[None]:
+    """symmetric_matmul: every tile, layout and dtype at odd shapes."""
+    device = torch.device("cuda")
     module = submodule(opt, "kernels.products.symmetric_matmul")
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
     for m, k in ((1, 1), (67, 33), (130, 129), (257, 70)):
@@ -144,15 +155,14 @@ def symmetric_products(opt) -> int:
                     out = laid_out(torch.full_like(expected, torch.nan), pattern)
                     module.ops.symmetric_matmul(A, B, C, out, 0.5, 2.0, 1.0, tile)
                     assert torch.equal(out, expected)
-                    count += 1
-    return count
+                    yield
 
 
-def dense_products(opt) -> int:
-    """matmul_add by the tiles of capability 9.0; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def dense_products(opt) -> Iterator[None]:
+    """matmul_add by the tiles of capability 9.0."""
+    device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return count
+        return
     ops = submodule(opt, "_ops").ops
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
@@ -165,15 +175,14 @@ def dense_products(opt) -> int:
                     out = laid_out(torch.full_like(expected, torch.nan), "padded")
                     run_dense(ops, **{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
-                    count += 1
-    return count
+                    yield
 
 
-def arriving_products(opt) -> int:
-    """progress_matmul by tiles of both widths, with signals that are set; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def arriving_products(opt) -> Iterator[None]:
+    """progress_matmul by tiles of both widths, with signals that are set."""
+    device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return count
+        return
     ops = submodule(opt, "_ops").ops
     for m, k, n in ((2, 8, 8), (66, 40, 300), (258, 200, 705)):
         for by_columns in (False, True):
@@ -186,12 +195,11 @@ def arriving_products(opt) -> int:
                 out = laid_out(torch.full_like(exact, torch.nan), "padded")
                 ops.progress_matmul(a, b, out, words, 2, 1, 1, None, 1000, status, 0, narrow)
                 assert torch.equal(out, exact) and status.item() == 0
-                count += 1
-    return count
+                yield
 
 
-def copied_rows(opt) -> int:
-    """push of rows within the device, which end where their memory ends; the number of cases."""
+def copied_rows(opt) -> Iterator[None]:
+    """push of rows within the device, which end where their memory ends."""
     push, device = submodule(opt, "kernels.communication").push, torch.device("cuda")
     for rows, width, before, _ in test_communication_gpu.ROWS:
         dst, _ = test_communication_gpu.columns(rows, width, before, 0, device)
@@ -199,24 +207,14 @@ def copied_rows(opt) -> int:
         held.copy_(test_communication_gpu.random_bytes(held.shape, device))
         push([dst], [src], blocks=3)
         assert torch.equal(dst, src)
-    return len(test_communication_gpu.ROWS)
+        yield
 
 
-def chain() -> None:
-    """square_chain."""
-    print(f"{chains(loaded())} cases, all right")
-
-
-def experts() -> None:
-    """The compiled product over experts of 4 and 8 bits."""
-    print(f"{expert_products(loaded())} cases, all right")
-
-
-def expert_products(opt) -> int:
-    """nf4_product over NF4, MXFP4 and FP8: every epilogue at odd sizes; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def expert_products(opt) -> Iterator[None]:
+    """nf4_product over NF4, MXFP4 and FP8: every epilogue at odd sizes."""
+    device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return count
+        return
     module = submodule(opt, "kernels.quant.packed_product")
     reference = functools.partial(submodule, opt)
     kinds = [test_packed_product_gpu.KINDS[k] for k in ("nf4", "mxfp4", "fp8-blocks", "fp8-rows")]
@@ -231,15 +229,14 @@ def expert_products(opt) -> int:
             for make in kinds:
                 problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras)
                 test_packed_product_gpu.check(module, device, reference, problem)
-                count += 1
-    return count
+                yield
 
 
-def chains(opt) -> int:
+def chains(opt) -> Iterator[None]:
     """square_chain: one and several tiles a side, groups, fewer and more tiles than blocks."""
-    device, count = torch.device("cuda"), 0
+    device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return count
+        return
     module = submodule(opt, "kernels.products.square_chain")
     ops = submodule(opt, "_ops").ops
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
@@ -252,13 +249,12 @@ def chains(opt) -> int:
         expected = 68.0 * torch.eye(m, device=device)
         upper = block[:, None] <= block
         assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
-        count += 1
-    return count
+        yield
 
 
-def rescaling(opt) -> int:
-    """scale_rows by norms of rows and of matrices, aligned or not, zeros; the number of cases."""
-    device, count = torch.device("cuda"), 0
+def rescaling(opt) -> Iterator[None]:
+    """scale_rows by norms of rows and of matrices, aligned or not, zeros."""
+    device = torch.device("cuda")
     module = submodule(opt, "kernels.step.scale_rows")
     for shape in ((2, 3, 8), (1, 5, 2056), (3, 7, 65), (2, 1, 1), (1, 300, 24)):
         for dtype in LIST_DTYPES:
@@ -273,13 +269,12 @@ def rescaling(opt) -> int:
                     scaled = buffer[start:].view(shape).copy_(x)
                     scale(scaled)
                     assert torch.allclose(scaled.cpu().double(), expected, rtol=2.0**-7, atol=2e-7)
-                    count += 1
-    return count
+                    yield
 
 
-def list_ops(opt) -> int:
+def list_ops(opt) -> Iterator[None]:
     """momentum, apply_update and adamw; references run on the CPU, which the tool leaves alone."""
-    device, count = torch.device("cuda"), 0
+    device = torch.device("cuda")
     shapes = ((5, 7), (0,), (3, 20, 17), (), (131, 129))
     matrices = [shape for shape in shapes if len(shape) >= 2]
     for layout in ("plain", "unaligned", "permuted"):
@@ -288,7 +283,7 @@ def list_ops(opt) -> int:
             for mode in op.modes:
                 lists = op.lists(shapes, device, LIST_DTYPES, LIST_DTYPES[::-1], layout)
                 op.check(lists, mode, layout)
-                count += 1
+                yield
         params = draw(matrices, LIST_DTYPES, seed=0, layout=layout, device=device)
         updates = draw(matrices, torch.float16, seed=5, device=device)
         options = {"lr": 0.1, "factors": [1.0] * len(matrices), "weight_decay": 0.1}
@@ -296,8 +291,7 @@ def list_ops(opt) -> int:
             second = [p.float().mean(reduced, keepdim=True).abs() for p in params]
             opt.kernels.apply_update(params, updates, second_moments=second, beta2=0.9, **options)
             assert all(p.isfinite().all() for p in params)
-            count += 1
-    return count
+            yield
 
 
 def planted() -> None:

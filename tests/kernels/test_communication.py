@@ -250,31 +250,29 @@ def test_next_and_clear(signals, words, status, device):
     assert read(epoch) == [0]
 
 
-def test_waits_are_checked(signals, words, status):
-    wait = signals.wait_signals
-    with pytest.raises(TypeError, match="flags must have dtype uint32"):
-        wait(words.view(torch.int32), 1, 1, status)
-    with pytest.raises(ValueError, match="flags must be contiguous"):
-        wait(words[::2], 1, 1, status)
-    with pytest.raises(TypeError, match="status must have dtype int32"):
-        wait(words, 1, 1, words[:1])
-    with pytest.raises(ValueError, match=r"status must have shape \(1,\)"):
-        wait(words, 1, 1, status.new_zeros(2))
-    with pytest.raises(ValueError, match="timeout_ms must be in"):
-        wait(words, 1, -1, status)
-    with pytest.raises(TypeError, match="timeout_ms must be an integer"):
-        wait(words, 1, 0.5, status)
-    with pytest.raises(ValueError, match="value must be in"):
-        wait(words, 2**32, 1, status)
-    with pytest.raises(ValueError, match=r"clear\[0\] must be contiguous uint8"):
-        wait(words, 1, 1, status, clear=[words])
-    with pytest.raises(ValueError, match="clear may have at most 64 tensors, got 65"):
-        wait(words, 1, 1, status, clear=[words.view(torch.uint8)] * 65)
-    with pytest.raises(ValueError, match=r"next must have shape \(1,\)"):
-        wait(words, 1, 1, status, next=words)
-    with pytest.raises(TypeError, match="value must have dtype uint32"):
-        wait(words, status, 1, status)
+WAITS = {  # what is said: what of (flags, value, timeout_ms, status) or of the options is another
+    "flags must have dtype uint32": {"flags": lambda w: w.view(torch.int32)},
+    "flags must be contiguous": {"flags": lambda w: w[::2]},
+    "status must have dtype int32": {"status": lambda w: w[:1]},
+    r"status must have shape \(1,\)": {"status": lambda w: w[:2].view(torch.int32)},
+    "timeout_ms must be in": {"timeout_ms": -1},
+    "timeout_ms must be an integer": {"timeout_ms": 0.5},
+    "value must be in": {"value": 2**32},
+    "value must have dtype uint32": {"value": lambda w: w[:1].view(torch.int32)},
+    r"clear\[0\] must be contiguous uint8": {"clear": lambda w: [w]},
+    "clear may have at most 64 tensors, got 65": {"clear": lambda w: [w.view(torch.uint8)] * 65},
+    r"next must have shape \(1,\)": {"next": lambda w: w},
+}
+
+
+@pytest.mark.parametrize("said", WAITS)
+def test_waits_are_checked(signals, words, status, said):
+    given = {"flags": words, "value": 1, "timeout_ms": 1, "status": status} | WAITS[said]
+    given = {name: x(words) if callable(x) else x for name, x in given.items()}
+    positional = [given.pop(name) for name in ("flags", "value", "timeout_ms", "status")]
+    with pytest.raises((TypeError, ValueError), match=said):
+        signals.wait_signals(*positional, **given)
     if words.is_cuda:
         with pytest.raises(ValueError, match="or in pinned memory"):
-            wait(words, 1, 1, status.cpu())
+            signals.wait_signals(words, 1, 1, status.cpu())
     assert status.item() == 0

@@ -110,19 +110,6 @@ def test_triton_launches_on_the_device_of_the_packed_bytes(
     assert seen == [(packed.data_ptr(), [packed.data_ptr()])] and not current
 
 
-def test_transformers_decodes_the_same(opt):
-    pytest.importorskip("transformers")
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, 20, 96)
-    blocks = torch.randint(0, 256, (3, 20, 3, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(0, 255, (3, 20, 3), dtype=torch.uint8, generator=generator)
-    scales[0, :2] = torch.tensor([[0, 1, 2], [254, 253, 0]], dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone()).transpose(1, 2)
-    assert_same_bits(opt.mxfp4_dequant(blocks, scales, torch.arange(3), shape[1:]), expected)
-
-
 def test_experts_are_picked_by_id(opt, device):
     weight = torch.randn(5, 7, 64, generator=torch.Generator().manual_seed(0)).to(device)
     packed, scales = opt.mxfp4_quantize(weight)
@@ -284,15 +271,6 @@ def test_the_module_holds_what_checkpoints_publish(opt, device):
     for strategy, rows in combinations:
         experts.strategy = strategy
         assert opt.moe.explain_quantized(experts, rows).startswith(strategy if rows else "selecti")
-
-
-def test_bytes_are_torch_s(opt):
-    packed = torch.arange(256, dtype=torch.uint8).view(1, 2, 128)
-    found = opt.fp8_dequant(packed, torch.ones(1, 1, 1), torch.tensor([0]), (2, 128))
-    assert_same_values(found.view(-1), packed.view(torch.float8_e4m3fn).bfloat16().view(-1))
-    as_floats = packed.view(torch.float8_e4m3fn)
-    again = opt.fp8_dequant(as_floats, torch.ones(1, 1, 1), torch.tensor([0]), (2, 128))
-    assert_same_values(again, found)
 
 
 def exact(packed, scales, block):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits, capture
+from .._compare import assert_same_bits, behind_a_slow_producer, capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -555,16 +555,10 @@ def test_runs_on_the_current_stream(opt, device):
     arguments = Stack(2, (256, 256)).arguments(device)
     expected = oracle(arguments, [1, 0], torch.bfloat16)
     ids = torch.tensor([1, 0], device=device)
-    packed, staged = arguments["packed"].clone(), arguments["packed"]
-    stream = torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    packed.zero_()
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        packed.copy_(staged)
-        out = opt.nf4_dequant(active_experts=ids, **{**arguments, "packed": packed})
-    stream.synchronize()
+    packed = arguments.pop("packed")
+    out = behind_a_slow_producer(
+        packed, lambda late: opt.nf4_dequant(late, active_experts=ids, **arguments)
+    )
     assert_same_bits(out, expected)
 
 

@@ -14,19 +14,16 @@ import functools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, capture
+from .._compare import assert_same_bits, behind_a_slow_producer, capture
 from ..conftest import module_fixture
-from ._products import Dense, Problem, exact, laid_out, run_dense
+from ._products import Dense, Problem, below, exact, laid_out, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 symmetric = module_fixture("kernels.products.symmetric_matmul", "symmetric_matmul")
 
 HALVES = (torch.float16, torch.bfloat16)
-SYMMETRIC = (
-    *("sm90_128x256", "sm90_128x128"),
-    *("sm90_64x128", "sm90_128x192"),
-)
+SYMMETRIC = ("sm90_128x256", "sm90_128x128", "sm90_64x128", "sm90_128x192")
 EVERY = (*SYMMETRIC, "128x128")  # with one of the tiles for other GPUs
 DENSE = ("sm90_128x256", "sm90_256x128", "sm90_128x128")
 DENSE_OR_AUTO = ("auto", *DENSE)
@@ -214,14 +211,8 @@ def test_graph_capture_and_streams(symmetric, device, tile):
     graph.replay()
     expected = symmetric(A, C=C, **options)
     assert_same_bits(out, expected)
-    late, stream = torch.zeros_like(A), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(A)
-        out = symmetric(late, C=C, **options)
-    stream.synchronize()
-    assert_same_bits(out, expected)
+    late = behind_a_slow_producer(A, lambda late: symmetric(late, C=C, **options))
+    assert_same_bits(late, expected)
 
 
 REFUSED = {
@@ -279,10 +270,8 @@ def test_dense_nan_stays_in_its_row_and_matrix(ops, device, tile):
 def test_dense_opcheck(ops, device, added):
     A, B = (torch.randn(2, *s, device=device).half() for s in ((16, 24), (24, 16)))
     C = torch.zeros(2, 16, 16, device=device, dtype=torch.float16) if added else None
-    out, scale = (
-        torch.zeros(2, 16, 16, device=device, dtype=torch.float16),
-        torch.ones(2, device=device),
-    )
+    out = torch.zeros(2, 16, 16, device=device, dtype=torch.float16)
+    scale = torch.ones(2, device=device)
     arguments = (A, B, C, out, 1.0, 0.5 if added else 0.0, -1, scale)
     torch.library.opcheck(ops.matmul_add.default, arguments)
 
@@ -298,13 +287,6 @@ def test_what_tma_cannot_take_is_refused_by_dense(ops, device):
 
 
 UPPER_SIDES = (8, 120, 128, 136, 192, 256, 264, 384, 520, 768, 1000, 1024)  # rows on 16 bytes
-BLOCK = 128
-
-
-def below(m: int, device: torch.device) -> torch.Tensor:
-    """(m, m): whether an element lies in a block below the diagonal."""
-    block = torch.arange(m, device=device) // BLOCK
-    return block[:, None] > block
 
 
 def symmetric_matrices(batch: int, m: int, device: torch.device) -> torch.Tensor:

@@ -7,14 +7,22 @@ import torch
 
 from .._compare import assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
-from ._products import CHAINS, PREFACTOR, definition, draw, exact_norms, operand, run_chain
+from ._products import (
+    CHAINS,
+    PREFACTOR,
+    below,
+    definition,
+    draw,
+    exact_norms,
+    operand,
+    run_chain,
+)
 
 module = module_fixture("kernels.products.square_chain")
 slices = module_fixture("kernels.products.gram_polynomial_slice")
 iteration = module_fixture("orthogonalize.gram_polynomial")
 
 HALF = torch.float16
-BLOCK = 128
 SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
 
 
@@ -163,12 +171,6 @@ class TestOnHopper:
             with pytest.raises(RuntimeError, match=message):
                 ops.square_chain(*arguments)
         assert_same_bits(x, before)
-
-
-def below(m: int, device: torch.device) -> torch.Tensor:
-    """(m, m): whether an element lies in a block below the diagonal."""
-    block = torch.arange(m, device=device) // BLOCK
-    return block[:, None] > block
 
 
 def above(x: torch.Tensor, filling: float = 0.0) -> torch.Tensor:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from .._compare import capture
+from .._compare import behind_a_slow_producer, capture
 from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
 from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import draw_lists
@@ -222,17 +222,10 @@ def test_launches_do_not_grow_with_the_list(kernels, device, monkeypatch, count,
 
 @pytest.mark.gpu
 def test_runs_on_the_current_stream(kernels, device):
-    grads, buffers = ([torch.ones(1000, device=device)] for _ in range(2))
-    out = [torch.zeros(1000, device=device)]
-    stream = torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    grads[0].zero_()
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        grads[0].fill_(2.0)
-        kernels.momentum(grads, buffers, out, mu=0.5, nesterov=False, form="heavy_ball")
-    stream.synchronize()
+    buffers, out = [torch.ones(1000, device=device)], [torch.zeros(1000, device=device)]
+    options = {"mu": 0.5, "nesterov": False, "form": "heavy_ball"}
+    grad = torch.full((1000,), 2.0, device=device)
+    behind_a_slow_producer(grad, lambda late: kernels.momentum([late], buffers, out, **options))
     assert (out[0] == 2.5).all()
 
 

@@ -210,16 +210,6 @@ def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
             lambda m, x: m.RouterRule("sigmoid", 2, routed_scaling_factor=float("nan")),
             "routed_scaling_factor must be finite, got nan",
         ),
-    ],
-)
-def test_wrong_arguments(moe, call, message):
-    with pytest.raises(ValueError, match=message):
-        call(moe, draw(4, 8))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
         (lambda m, x: m.softmax_top_k(x.to_sparse(), 2), "router_logits must be a dense tensor"),
         (lambda m, x: m.softmax_top_k(x.tolist(), 2), "router_logits must be a dense tensor"),
         (lambda m, x: m.softmax_top_k(x, 2.0), "top_k must be an integer, got 2.0"),
@@ -235,8 +225,8 @@ def test_wrong_arguments(moe, call, message):
         (lambda m, x: m.active_experts(3), "order must be the result of expert_sort, got int"),
     ],
 )
-def test_arguments_of_a_wrong_kind(moe, call, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_arguments(moe, call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(moe, draw(4, 8))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_same_bits, capture, relative_error
+from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
 from ..conftest import module_fixture
 from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
 from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
@@ -149,13 +149,14 @@ def test_swapped_factors_want_their_own_gradients(taken, by_ops, with_factors, w
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_and_a_graph_that_serves_twice(moe, device, taken, use_reentrant) -> None:
     layer, x, ids, gates, grad = PROBLEMS[4].drawn(moe, device, "triton")
+    leaves = [x, gates, *layer.parameters()]
     out = layer(x, ids, gates)
-    first = torch.autograd.grad(out, x, grad, retain_graph=True)[0]
-    assert_same_bits(torch.autograd.grad(out, x, grad)[0], first)
+    first = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    assert_all_same_bits(torch.autograd.grad(out, leaves, grad), first)
     again = checkpoint(layer, x, ids, gates, use_reentrant=use_reentrant)
     again.backward(grad)
     assert_same_bits(again.detach(), out.detach())
-    assert_same_bits(x.grad, first)
+    assert_all_same_bits([leaf.grad for leaf in leaves], first)
     assert len(taken) == 3
 
 

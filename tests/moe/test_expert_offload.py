@@ -8,7 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, fail_at, no_waits
+from .._compare import (
+    assert_all_same_bits,
+    assert_same_bits,
+    assert_same_tensors,
+    fail_at,
+    no_waits,
+)
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
 
@@ -58,12 +64,6 @@ def step(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor
     return found | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_same_bits(found[name], value)
-
-
 @pytest.fixture
 def model(opt, device):
     return Model(opt, device)
@@ -81,7 +81,7 @@ def test_training_is_the_same_to_the_bit(opt, device, model, options):
     assert len(expected) == 2 + 4 * LAYERS
     offload = opt.moe.ExpertOffload(model)
     for _ in range(3):
-        assert_equal(step(model, x, **options), expected)
+        assert_same_tensors(step(model, x, **options), expected)
         assert len(offload.resident) == 2
 
 
@@ -134,7 +134,7 @@ def test_what_fits_is_fetched_once(opt, device, layers):
     expected = step(model, batch(device))
     offload = opt.moe.ExpertOffload(model)
     for _ in range(2):
-        assert_equal(step(model, batch(device)), expected)
+        assert_same_tensors(step(model, batch(device)), expected)
     assert offload.transfers == layers
 
 
@@ -149,7 +149,7 @@ def test_on_and_off_at_any_time(opt, device, model):
         switch()
         out.square().sum().backward()
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert_equal(found | {"x": leaf.grad, "out": out.detach()}, expected)
+        assert_same_tensors(found | {"x": leaf.grad, "out": out.detach()}, expected)
     assert not offload.is_on and offload.resident == ()
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
 
@@ -167,13 +167,13 @@ def test_state_dicts_travel_while_it_is_on(opt, device, options):
     expected = step(other, batch(device))
     plain = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     offload = opt.moe.ExpertOffload(model)
-    assert_equal({n: v.cpu() for n, v in model.state_dict().items()}, plain)
+    assert_same_tensors({n: v.cpu() for n, v in model.state_dict().items()}, plain)
     assert model.layers[0].down_proj.packed.device.type == "cpu"
     step(model, batch(device))
     model.load_state_dict(other.state_dict())
-    assert_equal(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, batch(device)), expected)
     model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    assert_equal(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, batch(device)), expected)
     host = {m.packed.untyped_storage().data_ptr() for m in offload._where}
     assert len(host) == 3  # still one piece of host memory per layer
 
@@ -200,7 +200,7 @@ def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, model):
     counters.clear()
     for _ in range(3):
         before = offload.transfers
-        assert_equal(step(model, x), expected)
+        assert_same_tensors(step(model, x), expected)
         assert offload.transfers > before
     assert "RLock" not in str(counters["graph_break"])
 
@@ -246,9 +246,9 @@ def test_memory_that_runs_out_leaves_the_model_as_it_was(
             opt.moe.ExpertOffload(model)
     assert len(sizes) == allocation
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
-    assert_equal(step(model, x), expected)
+    assert_same_tensors(step(model, x), expected)
     opt.moe.ExpertOffload(model)
-    assert_equal(step(model, x), expected)
+    assert_same_tensors(step(model, x), expected)
 
 
 @pytest.mark.parametrize("failing", [1, 2, 2 * LAYERS])
@@ -263,11 +263,11 @@ def test_a_device_without_room_keeps_them_in_host_memory(opt, device, model, mon
             offload.turn_off()
     assert offload.is_on
     assert {m.packed.device.type for m in offload._where} == {"cpu"}
-    assert_equal(step(model, x), expected)
+    assert_same_tensors(step(model, x), expected)
     assert len({m.packed.untyped_storage().data_ptr() for m in offload._where}) == LAYERS
     offload.turn_off()
     assert not offload.is_on
-    assert_equal(step(model, x), expected)
+    assert_same_tensors(step(model, x), expected)
 
 
 def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):

@@ -8,7 +8,6 @@ import torch
 import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_all_same_bits, assert_same_bits, capture, no_waits, relative_error
 from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
@@ -436,31 +435,6 @@ def test_real_sizes(moe, device, sizes):
         assert relative_error(ours, theirs) < 2**-7  # two roundings to bfloat16 apart
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(moe, device, use_reentrant):
-    problem = LayerProblem(bias=True, train_base=True, routing="sentinels")
-    results = []
-    for recompute in (False, True):
-        layer, x, ids, gates, grad = problem.drawn(moe, device)
-        inputs = (x, ids, gates)
-        out = (
-            checkpoint(layer, *inputs, use_reentrant=use_reentrant) if recompute else layer(*inputs)
-        )
-        out.backward(grad)
-        results.append([out.detach(), *(t.grad for t in (x, gates, *layer.parameters()))])
-    assert_all_same_bits(*results)
-
-
-@pytest.mark.sees_defect("backward overwrites what forward saved: a second backward is wrong")
-def test_backward_twice_over_one_graph(moe, device):
-    layer, x, ids, gates, grad = LayerProblem(bias=True, train_base=True).drawn(moe, device)
-    out = layer(x, ids, gates)
-    leaves = [x, gates, *layer.parameters()]
-    first = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    second = torch.autograd.grad(out, leaves, grad)
-    assert_all_same_bits(first, second)
-
-
 def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     """Of the weights only themselves, and never the (T k, H) output, which no gradient needs."""
     problem = LayerProblem(tokens=50, hidden=24, intermediate=20, bias=True)
@@ -481,18 +455,6 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     assert (rows, problem.hidden) not in shapes
     assert max(t.numel() for t in rest) <= rows * 2 * problem.intermediate
     assert all(len(shape) <= 2 for shape in shapes), shapes
-
-
-@pytest.mark.parametrize("leaf", ["x", "gates", "lora_A", "lora_B"])
-def test_second_order_raises(moe, device, leaf):
-    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
-    down = layer.expert_lora["down"]
-    leaves = {"x": x, "gates": gates}
-    leaves |= {name: getattr(down, name)["default"].weight for name in ("lora_A", "lora_B")}
-    out = layer(x, ids, gates)
-    (first,) = torch.autograd.grad(out.square().sum(), leaves[leaf], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no autograd formula|once_differentiable"):
-        first.square().sum().backward()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

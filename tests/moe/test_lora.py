@@ -87,27 +87,22 @@ def test_disabled_is_restored_after_an_error(moe, projection):
     assert projection.factors() is None, "what was off before stays off"
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "keys", "training", 3, ["first"], "first"])
-def test_wrong_names(moe, projection, name):
-    with pytest.raises(ValueError, match=r"without dots|exists"):
-        projection.add_adapter(name, 2, 2)
+WRONG = [
+    *((r"without dots|exists", {"name": name}) for name in ("", "a.b", "keys", "training", 3)),
+    *((r"without dots|exists", {"name": name}) for name in (["first"], "first")),
+    *(("r must be an integer of at least 1", {"r": r}) for r in (0, -1, 2.0, True, "4")),
+    *(
+        ("no dropout, no DoRA and no bias", option)
+        for option in ({"dropout": 0.1}, {"use_dora": True}, {"lora_bias": True})
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), WRONG, ids=str)
+def test_wrong_adapters(moe, projection, message, changes):
+    with pytest.raises(ValueError, match=message):
+        projection.add_adapter(**{"name": "third", "r": 2, "alpha": 2} | changes)
     assert projection.adapters == ["first", "second"]
-
-
-@pytest.mark.parametrize("r", [0, -1, 2.0, True, "4"])
-def test_wrong_ranks(moe, projection, r):
-    with pytest.raises(ValueError, match="r must be an integer of at least 1"):
-        projection.add_adapter("third", r, 2)
-
-
-@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
-def test_what_is_not_supported_is_refused(moe, projection, option):
-    with pytest.raises(ValueError, match="no dropout, no DoRA and no bias"):
-        projection.add_adapter("third", 2, 2, **option)
-    assert "third" not in projection.adapters
-
-
-def test_unknown_adapters(moe, projection):
     for call in (projection.set_adapter, projection.delete_adapter):
         with pytest.raises(ValueError, match="adapter 'other' is unknown; there are"):
             call("other")
@@ -184,10 +179,17 @@ def test_deepcopy_of_a_merged_projection_unmerges_on_its_own(moe, projection):
     assert_same_bits(other, before)
 
 
-@pytest.mark.parametrize("shapes", [((12, 6), (10, 9)), ((13, 6), (10, 13)), ((3, 6, 2), (10, 3))])
-def test_wrong_factor_shapes(moe, shapes):
-    with pytest.raises(ValueError, match=r"lora_A must be .* with 4 experts"):
-        moe.factor_views(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 4)
+@pytest.mark.parametrize(
+    ("a", "b", "experts"),
+    [
+        *[((12, 6), (10, 9), 4), ((13, 6), (10, 13), 4), ((3, 6, 2), (10, 3), 4)],
+        *[(shape, (10, 12), experts) for shape in ((), (12,)) for experts in (0, -1, 4)],
+        *[((12, 6), (10, 12), experts) for experts in (0, -1)],
+    ],
+)
+def test_wrong_factor_shapes(moe, a, b, experts):
+    with pytest.raises(ValueError, match=rf"lora_A must be .* {experts} experts, got"):
+        moe.factor_views(torch.zeros(a), torch.zeros(b), experts)
 
 
 @pytest.mark.parametrize("alpha", [None, [4.0], "4", True])
@@ -223,15 +225,6 @@ def wrong_experts(**changes):
 def test_arguments_of_experts_of_a_wrong_kind(moe, call, error, message):
     with pytest.raises(error, match=message):
         call(moe)
-
-
-@pytest.mark.parametrize("shape", [(), (12,)])
-@pytest.mark.parametrize("experts", [0, -1, 4])
-def test_factors_without_experts_or_rows(moe, shape, experts):
-    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
-        moe.factor_views(torch.zeros(shape), torch.zeros(10, 12), experts)
-    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
-        moe.factor_views(torch.zeros(12, 6), torch.zeros(10, 12), min(experts, 0))
 
 
 @pytest.fixture

@@ -219,17 +219,15 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.sees_defect("rows are gathered by a pass of their own")
-def test_no_gathered_copy(launched):
-    """Rows are gathered by the kernel's loads: it gets x itself, T rows, and the slots."""
+def test_operands_are_read_in_place(launched):
+    """Rows are gathered by the kernel's loads: launches get x itself, T rows, and the slots.
+
+    And float32 factors under float16, B in PEFT's strides, as they are.
+    """
     problem, seen = launched
     for name in ("low_rank", "grouped_product"):
         assert same_memory(seen[name][0], problem["x"])
         assert any(one is problem["order"] for one in seen[name])
-
-
-def test_factors_are_read_in_place(launched):
-    """Float32 factors under float16, B in PEFT's strides: launches get them as they are."""
-    problem, seen = launched
     assert not problem["lora_b"].is_contiguous() and problem["lora_b"].dtype == torch.float32
     assert same_memory(seen["low_rank"][1], problem["lora_a"])
     assert same_memory(seen["grouped_product"][1], problem["weight"])

@@ -147,12 +147,6 @@ def test_tile_rows_follow_the_mean_and_never_the_routing(module, device):
     assert len(shapes) == 1
 
 
-def test_opcheck(module, ops, device):
-    ids = torch.tensor([[1, 5], [0, 1], [-1, 2]], device=device)
-    for path in PATHS:
-        torch.library.opcheck(ops.expert_sort.default, (ids, 4, 16, path))
-
-
 @pytest.mark.sees_defect("compiled anew for each shape, with a wait for the device")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(module, device, dynamic):
@@ -182,21 +176,16 @@ def test_compiles_without_a_graph_break(module, device, dynamic):
         ),
         ((torch.ones(2, 2, dtype=torch.int64), 4.0), TypeError, "num_experts must be an integer"),
         ((torch.ones(2, 2, dtype=torch.int64), True), TypeError, "num_experts must be an integer"),
+        ({"tile_rows": 24}, ValueError, "tile_rows must be a power of two"),
+        ({"tile_rows": 32.0}, TypeError, "tile_rows must be an integer or None"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )
 def test_wrong_arguments(module, arguments, error, message):
+    options = arguments if isinstance(arguments, dict) else {}
+    arguments = (torch.zeros(2, 2, dtype=torch.int64), 4) if options else arguments
     with pytest.raises(error, match=message):
-        module.expert_sort(*arguments)
-
-
-def test_wrong_options(module):
-    ids = torch.zeros(2, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="tile_rows must be a power of two"):
-        module.expert_sort(ids, 4, tile_rows=24)
-    with pytest.raises(TypeError, match="tile_rows must be an integer or None"):
-        module.expert_sort(ids, 4, tile_rows=32.0)
-    with pytest.raises(ValueError, match="backend must be one of"):
-        module.expert_sort(ids, 4, backend="cuda")
+        module.expert_sort(*arguments, **options)
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -250,13 +239,6 @@ def test_no_tokens(over_rows, device, path):
     y, gates, rows, offsets = problem(device, torch.float32, tokens=0, valid=0)
     out = over_rows.combine(y, gates, rows, offsets, 3, backend=path)
     assert out.shape == (0, 40)
-
-
-def test_opcheck_of_combine(ops, device):
-    for path in PATHS:
-        torch.library.opcheck(
-            ops.combine.default, (*problem(device, torch.float32, valid=21), 3, path)
-        )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -345,13 +327,17 @@ def test_backward_twice_is_right_and_second_order_raises(over_rows, device):
         second.sum().backward()
 
 
-def test_opcheck_glu(ops, device):
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck(ops, device, path):
+    ids = torch.tensor([[1, 5], [0, 1], [-1, 2]], device=device)
     gate_up = torch.randn(3, 8, device=device)
-    for path in PATHS:
-        torch.library.opcheck(ops.glu.default, (gate_up, "silu", False, path))
-        torch.library.opcheck(
-            ops.glu_backward.default, (gate_up[:, :4], gate_up, "gpt_oss", True, path)
-        )
+    for op, arguments in (
+        (ops.expert_sort, (ids, 4, 16)),
+        (ops.combine, (*problem(device, torch.float32, valid=21), 3)),
+        (ops.glu, (gate_up, "silu", False)),
+        (ops.glu_backward, (gate_up[:, :4], gate_up, "gpt_oss", True)),
+    ):
+        torch.library.opcheck(op.default, (*arguments, path))
     leaf = gate_up.requires_grad_()
     torch.library.opcheck(ops.glu.default, (leaf, "silu", False, "reference"))
 
