@@ -465,3 +465,14 @@ def test_rule_can_fail(tmp_path: Path, check, name, old, new, expected: str) -> 
 def test_a_pattern_names_the_sources_of_every_architecture(tmp_path: Path) -> None:
     both = f"`{CU}`, `{SM90}`"
     assert_none(op_table_findings(build(tmp_path, PAGE, both, "`kernels-src/sum/sum*.cu`")))
+
+
+def test_sources_look_no_op_up_by_name() -> None:
+    """An allocation or a view by the dispatcher takes the host 3 us: `allocate` and `viewed`."""
+    by_name = re.compile(
+        r"torch::stable::(?:new_)?(?:empty|empty_like|zeros|narrow|transpose|view|select)\("
+    )
+    sources = [p for p in (ROOT / "kernels-src").rglob("*") if p.suffix in DEVICE_SOURCES | HEADERS]
+    assert sources
+    found = [str(p) for p in sources if by_name.search(p.read_text(encoding="utf-8"))]
+    assert not found
