@@ -76,12 +76,12 @@ SHAPES = ((12, 6), (4, 6))  # three query heads of four rows, one key head
 CONFIG = {"q_indices": [0, 1, 2], "k_indices": [0, 0, 0], "head_dim": 4, "threshold": 10.0}
 
 
-def clip_on_shards(opt, world: int, text: str, rounding: str) -> int:
+def clip_on_shards(opt, shape: tuple[int, ...], texts: tuple[str, ...], rounding: str) -> int:
     """Two clipped steps on shards and on one rank; returns how many tensors were compared."""
-    mesh = mesh_of((world,))
+    mesh, placements = mesh_of(shape), [placement(text) for text in texts]
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(tensor.clone(), mesh, [placement(text)], src_data_rank=None)
+        return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
 
     generator = torch.Generator().manual_seed(3)
     starts = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
@@ -101,17 +101,25 @@ def clip_on_shards(opt, world: int, text: str, rounding: str) -> int:
     for alone, together in zip(*results, strict=True):
         for key, found in together.items():
             here = found.to_local() if hasattr(found, "to_local") else found
-            assert bits(here) == bits(expected_on(alone[key], found, mesh)), f"{text}: {key}"
+            assert bits(here) == bits(expected_on(alone[key], found, mesh)), f"{texts}: {key}"
             compared += 1
     return compared
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "residual"])
-def test_qk_clip_scales_the_rows_that_are_here(ranks, rounding) -> None:
-    """Three ranks have four, four and four rows of 12, and two, two and none of 4."""
-    for text in ("S0", "S1", "R"):
-        for compared in ranks(3).run(clip_on_shards, 3, text, rounding):
-            assert compared == (4 if rounding == "nearest" else 6)
+@pytest.mark.parametrize(
+    ("mesh", "texts"),
+    [
+        ((3,), ("S0",)),  # four, four and four rows of 12, and two, two and none of 4
+        ((3,), ("S1",)),
+        ((3,), ("R",)),
+        ((2, 2), ("T2", "S0")),  # rows that do not lie side by side
+    ],
+    ids=str,
+)
+def test_qk_clip_scales_the_rows_that_are_here(ranks, mesh, texts, rounding) -> None:
+    for compared in ranks(math.prod(mesh)).run(clip_on_shards, mesh, texts, rounding):
+        assert compared == (4 if rounding == "nearest" else 6)
 
 
 # Of rank 0, 1 and 2. Only the whole says what is to be clipped by how much.

@@ -235,21 +235,35 @@ def test_batches_of_models_are_equal(submodule, hopper, shape, batches) -> None:
     assert [chunk.matrices for chunk in planned] == batches
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 5}, r"num_heads=5 does not divide the 12 rows of \(12, 4\)"),
-        ({"split_sizes": (4, 4)}, r"split_sizes=\(4, 4\) add up to 8, but \(12, 4\) has 12"),
-        ({"num_heads": 2, "split_sizes": (6, 6)}, "split_sizes and num_heads both cut the rows"),
-        ({"num_heads": {"other": 2}}, r"num_heads\['other'\] names no parameter of the group"),
-        ({"split_sizes": {"w": (4, 4)}}, r"split_sizes=\(4, 4\) add up to 8"),
-    ],
-    ids=str,
-)
+TRANSPOSED = {"transposed": True}
+MISFITS = [
+    ({"num_heads": 5}, r"num_heads=5 does not divide the 12 rows of \(12, 4\)"),
+    ({"split_sizes": (4, 4)}, r"split_sizes=\(4, 4\) add up to 8, but \(12, 4\) has 12"),
+    ({"num_heads": 2, "split_sizes": (6, 6)}, "split_sizes and num_heads both cut the rows"),
+    ({"num_heads": {"other": 2}}, r"num_heads\['other'\] names no parameter of the group"),
+    ({"split_sizes": {"w": (4, 4)}}, r"split_sizes=\(4, 4\) add up to 8"),
+    ({"split_sizes": (5, 5), **TRANSPOSED}, r"add up to 10, but \(12, 4\) has 4 columns"),
+    ({"num_heads": 3, **TRANSPOSED}, "num_heads=3 does not divide the 4 columns"),
+    ({"num_heads": 2, "rounding": "stochastic", **TRANSPOSED}, "use rounding='residual'"),
+    ({"transposed": "yes"}, "transposed must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISFITS, ids=str)
 def test_cuts_that_do_not_fit(opt, options, message) -> None:
     (param,) = parameters([(12, 4)])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         opt.Muon([("w", param)], **options)
+
+
+def test_what_cannot_be_transposed(opt) -> None:
+    """Filters, and a projection whose rows QK-clip scales."""
+    with pytest.raises(ValueError, match=r"transposed takes matrices \(in, out\)"):
+        opt.Muon(parameters([(4, 3, 2, 2)]), **TRANSPOSED)
+    clip = {"q_indices": [0], "k_indices": [0], "head_dim": 4}
+    group = {"params": parameters([(8, 8)]), "names": ["layers.0.attn.q_proj.weight"]}
+    with pytest.raises(ValueError, match=r"'layers.0.attn.q_proj.weight'.*is transposed"):
+        opt.Muon([{**group, "use_muon": True, **TRANSPOSED}], clip_config=clip)
 
 
 @pytest.mark.sees_defect("a key that matches nothing is ignored")
@@ -281,7 +295,7 @@ def test_an_expert_key_that_names_nothing_is_said(
     ]
     assert not said(lambda: opt.Muon(groups, expert_keys=["experts"], flatten=flatten))
     optimizer = opt.Muon([("w", plain)])
-    optimizer.add_param_group({"params": [other], "use_muon": True, "expert_keys": keys})
+    optimizer.add_param_group({"params": [("v", other)], "use_muon": True, "expert_keys": keys})
     assert said(optimizer.step)[-1:] == messages
 
 
@@ -344,29 +358,6 @@ def test_bfloat16_parts_in_columns(opt, device, rounding) -> None:
     other.load_state_dict(other.state_dict())
     train(other, sets[1], 1, seed=103)
     assert_all_same_bits(*sets)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "words"),
-    [
-        ((10, 24), {"split_sizes": (5, 5)}, r"add up to 10, but \(10, 24\) has 24 columns"),
-        ((10, 24), {"num_heads": 5}, r"num_heads=5 does not divide the 24 columns"),
-        ((4, 3, 2, 2), {}, r"transposed takes matrices \(in, out\)"),
-        ((10, 24), {"num_heads": 2, "rounding": "stochastic"}, "use rounding='residual'"),
-        ((10, 24), {"transposed": "yes"}, "transposed must be True or False"),
-    ],
-)
-def test_cuts_of_columns_that_do_not_fit(opt, shape, options, words) -> None:
-    group = {"params": parameters([shape]), "use_muon": True, "transposed": True, **options}
-    with pytest.raises((ValueError, TypeError), match=words):
-        opt.Muon([group])
-
-
-def test_qk_clip_scales_rows_alone(opt) -> None:
-    group = {"params": parameters([(8, 8)]), "names": ["layers.0.attn.q_proj.weight"]}
-    clip = {"q_indices": [0], "k_indices": [0], "head_dim": 4}
-    with pytest.raises(ValueError, match=r"'layers.0.attn.q_proj.weight'.*is transposed"):
-        opt.Muon([{**group, "use_muon": True, "transposed": True}], clip_config=clip)
 
 
 @pytest.fixture(scope="module")

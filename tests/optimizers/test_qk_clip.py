@@ -266,36 +266,6 @@ def test_a_clipped_step_never_waits_for_the_device(opt, device, name) -> None:
         optimizer.step(qk_logits={0: logits[0].cpu()})
 
 
-ROWS = {
-    "slices": [slice(0, 5), slice(5, 17), slice(17, 17), slice(17, 24)],
-    "index lists": [torch.arange(rank, 24, 4) for rank in range(4)],
-}
-
-
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, kind, dtype) -> None:
-    """Uneven, empty and strided shards give the rows of the whole, bit for bit."""
-    clip = submodule("optimizers.qk_clip")
-    config = submodule("optimizers.groups.options").parse_clip_config(GQA)
-    ((_, whole), (_, key)) = layer({"wq": 6 * D, "wk": 2 * D}, device=device, dtype=dtype)
-    logits = {0: torch.tensor([20.0, 5.0, 80.0, 9.0, 3.0, 11.0], device=device)}
-    shards = []
-    with torch.no_grad():
-        for rows in ROWS[kind]:
-            rows = rows.to(device) if isinstance(rows, torch.Tensor) else rows
-            local = nn.Parameter(whole.detach()[rows].clone())
-            # A DTensor has the shape of the whole; the heads come from there.
-            target = clip.Target("shard", local, 0, "query", 6)
-            other = clip.Target("key", nn.Parameter(key.detach().clone()), 0, "key", 2)
-            clip.clip(clip.plan_batches(config, [target, other]), logits, rows={local: rows})
-            shards.append((rows, local.detach()))
-        entries = [("q", whole, "layers.0.wq.weight"), ("k", key, "layers.0.wk.weight")]
-        clip.clip(clip.plan_batches(config, clip.find_targets(config, entries)), logits)
-    for rows, local in shards:
-        assert_same_bits(local, whole.detach()[rows])
-
-
 @CLASSES
 @pytest.mark.gpu
 def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:

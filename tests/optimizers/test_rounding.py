@@ -257,27 +257,29 @@ def test_wide_parameters_have_no_state_of_rounding(opt, device, name) -> None:
                 assert not {"rounding_step", "rounding_residual"} & optimizer.state[param].keys()
 
 
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize("rounding", ["stochastic", "residual"])
-def test_dtypes_side_by_side_in_a_group(opt, device, rounding) -> None:
+def test_dtypes_side_by_side_in_a_group(opt, device, rounding, kind) -> None:
     """In one batch, since directions are float32: each rounds as if it were alone."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
 
-    def make_one(k):
-        (param,) = parameters([(6, 4)], dtype=dtypes[k], device=device, seed=k)
-        return param
+    def stepped(*those: int) -> list[nn.Parameter]:
+        """All four after a step, of which those have a gradient."""
+        params = [
+            parameters([(6, 4)], dtype=dtype, device=device, seed=k)[0]
+            for k, dtype in enumerate(dtypes)
+        ]
+        for k, param in enumerate(params):
+            param.grad = param.grad if k in those else None
+        group = {"kind": kind, "params": params, "lr": 0.02, "rounding": rounding}
+        opt.MuonAdamW([{**group, "none_grad": False}]).step()
+        return params
 
-    together = [make_one(k) for k in range(4)]
-    optimizer = opt.Muon(together, rounding=rounding, none_grad=False)
-    grads = [param.grad for param in together]
-    optimizer.step()
+    together = stepped(0, 1, 2, 3)
     for k, param in enumerate(together):
-        alone = [make_one(j) for j in range(4)]
-        for other in alone[:k] + alone[k + 1 :]:
-            other.grad = None
-        single = opt.Muon(alone, rounding=rounding, none_grad=False)
-        single.step()
-        assert_same_bits(alone[k].detach(), param.detach())
-        assert_same_bits(alone[k].grad, grads[k])
+        alone = stepped(k)[k]
+        assert_same_bits(alone.detach(), param.detach())
+        assert_same_bits(alone.grad, param.grad)
 
 
 def test_a_residual_that_was_switched_off_is_dropped(opt, device) -> None:

@@ -206,6 +206,10 @@ FAULTS = {
         "group 1: the saved group is of kind 'muon', this one of 'adamw'",
     ),
     "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1: 'use_muon' is"),
+    "no parameters": (
+        lambda s: s["param_groups"][0].pop("params"),
+        "saved group 0 has no 'params'",
+    ),
     "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
     "unknown option": (
         lambda s: s["param_groups"][0].update(momentums=2),

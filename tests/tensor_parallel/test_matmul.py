@@ -278,70 +278,22 @@ def test_a_fused_product_that_fails_is_not_counted(opt) -> None:
 
 X, W = torch.zeros(4, 8), torch.zeros(8, 4)
 ONE, ONES = torch.tensor(1.0), torch.ones(4, 1)
-FOUR, SIX = torch.ones(1, 4), torch.ones(6, 1)
+FOUR, SIX, TWELVE = torch.ones(1, 4), torch.ones(6, 1), torch.ones(4, 3, 1)
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 REFUSED = [
-    (ValueError, "bs must be a sequence of matrices", lambda tp: tp.all_gather_matmul(X, W, 0)),
-    (ValueError, "gather_dim must be in", lambda tp: tp.all_gather_matmul(X, [W], 2)),
-    (TypeError, "gather_dim must be an int", lambda tp: tp.all_gather_matmul(X, [W], 1.0)),
-    (ValueError, "as many rows as a", lambda tp: tp.all_gather_matmul(X, [W], 1)),
-    (ValueError, "at least 2|2 dimensions", lambda tp: tp.all_gather_matmul(X[0], [W], 0)),
-    (TypeError, "b must have a's dtype", lambda tp: tp.all_gather_matmul(X, [W.double()], 0)),
-    (ValueError, "fuse must be one of", lambda tp: tp.all_gather_matmul(X, [W], 0, fuse="yes")),
-    (
-        ValueError,
-        "scaling must be one of",
-        lambda tp: tp.all_gather_matmul(X, [W], 0, scaling="rowwise"),
-    ),
-    (TypeError, "group must be a ProcessGroup", lambda tp: tp.all_gather_matmul(X, [W], 0, 3)),
-    (
-        ValueError,
-        "reduce_op must be one of",
-        lambda tp: tp.matmul_reduce_scatter(X, W, "mean", 0),
-    ),
-    (
-        ValueError,
-        "which 2 ranks do not divide",
-        lambda tp: tp.matmul_reduce_scatter(X[:3], W, "sum", 0),
-    ),
-    (TypeError, "a must be a float8 tensor", lambda tp: _scaled(tp, X, W)),
-    (ValueError, "contiguous columns", lambda tp: _scaled(tp, _8(X), _8(W))),
-    (ValueError, "both are tensorwise or both", lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES)),
-    (ValueError, "scale_mode must be one of", lambda tp: _scaled(tp, _8(X), _8(W.T).T, mode="x")),
-    (
-        ValueError,
-        "rowwise_replicated",
-        lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES, mode="rowwise_sharded", dim=1),
-    ),
-    (
-        TypeError,
-        "b_scales must be a sequence of tensors, one per matrix, got NoneType",
-        lambda tp: tp.all_gather_scaled_matmul(
-            _8(X), [_8(W.T).T], ONE, None, 0, scale_mode="tensorwise"
-        ),
-    ),
-    (TypeError, "b must be a tensor", lambda tp: tp.all_gather_matmul(X, [3], 0)),
-    (TypeError, "b must be a tensor", lambda tp: tp.matmul_reduce_scatter(X, 3, "sum", 0)),
-    # Scales of another kind than scale_mode says, or with the right number of wrong rows.
-    (ValueError, "a_scale must be one", lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES, FOUR)),
-    (ValueError, "a_scale must be", lambda tp: _scaled_3d(tp, ONE, ONE, "rowwise_sharded")),
-    (ValueError, "a_scale must be", lambda tp: _scaled_3d(tp, SIX, FOUR, "rowwise_sharded")),
-    (
-        ValueError,
-        "a_scale must be",
-        lambda tp: _scaled_3d(tp, SIX.view(3, 2, 1), FOUR, "rowwise_sharded"),
-    ),
-    (
-        ValueError,
-        "a_scale must be",
-        lambda tp: _scaled_3d(tp, torch.ones(4, 3, 1), FOUR, "rowwise_replicated"),
-    ),
-    (
-        ValueError,
-        "a_scale must be",
-        lambda tp: tp.scaled_matmul_reduce_scatter(
-            _8(X.view(2, 2, 8)), _8(W.T).T, ONES, FOUR, "sum", 1
-        ),
-    ),
+    (ValueError, "bs must be a sequence of matrices", GATHER, (X, W, 0), {}),
+    (ValueError, "gather_dim must be in", GATHER, (X, [W], 2), {}),
+    (TypeError, "gather_dim must be an int", GATHER, (X, [W], 1.0), {}),
+    (ValueError, "as many rows as a", GATHER, (X, [W], 1), {}),
+    (ValueError, "at least 2|2 dimensions", GATHER, (X[0], [W], 0), {}),
+    (TypeError, "b must have a's dtype", GATHER, (X, [W.double()], 0), {}),
+    (ValueError, "fuse must be one of", GATHER, (X, [W], 0), {"fuse": "yes"}),
+    (ValueError, "scaling must be one of", GATHER, (X, [W], 0), {"scaling": "rowwise"}),
+    (TypeError, "group must be a ProcessGroup", GATHER, (X, [W], 0, 3), {}),
+    (TypeError, "b must be a tensor", GATHER, (X, [3], 0), {}),
+    (ValueError, "reduce_op must be one of", SCATTER, (X, W, "mean", 0), {}),
+    (ValueError, "which 2 ranks do not divide", SCATTER, (X[:3], W, "sum", 0), {}),
+    (TypeError, "b must be a tensor", SCATTER, (X, 3, "sum", 0), {}),
 ]
 
 
@@ -349,21 +301,41 @@ def _8(x):
     return x.to(torch.float8_e4m3fn).contiguous()
 
 
-def _scaled(tp, a, b, a_scale=ONE, b_scale=ONE, mode="tensorwise", dim=0):
-    return tp.all_gather_scaled_matmul(a, [b], a_scale, [b_scale], dim, scale_mode=mode)
-
-
-def _scaled_3d(tp, a_scale, b_scale, mode):
-    """(2, 3, 8), gathered along the second dimension."""
-    a = _8(torch.zeros(2, 3, 8))
-    return tp.all_gather_scaled_matmul(a, [_8(W.T).T], a_scale, [b_scale], 1, scale_mode=mode)
+X8, W8 = _8(X), _8(W.T).T
+X8_3D = _8(torch.zeros(2, 3, 8))  # gathered along the second dimension
+# Of all_gather_scaled_matmul: a, b, their scales, the dimension and the mode.
+REFUSED_GATHERS = [
+    (TypeError, "a must be a float8 tensor", (X, W, ONE, ONE, 0, "tensorwise")),
+    (ValueError, "contiguous columns", (X8, _8(W), ONE, ONE, 0, "tensorwise")),
+    (ValueError, "both are tensorwise or both", (X8, W8, ONES, ONE, 0, "tensorwise")),
+    (ValueError, "scale_mode must be one of", (X8, W8, ONE, ONE, 0, "x")),
+    (ValueError, "rowwise_replicated", (X8, W8, ONES, ONE, 1, "rowwise_sharded")),
+    # Scales of another kind than scale_mode says, or with the right number of wrong rows.
+    (ValueError, "a_scale must be one", (X8, W8, ONES, FOUR, 0, "tensorwise")),
+    (ValueError, "a_scale must be", (X8_3D, W8, ONE, ONE, 1, "rowwise_sharded")),
+    (ValueError, "a_scale must be", (X8_3D, W8, SIX, FOUR, 1, "rowwise_sharded")),
+    (ValueError, "a_scale must be", (X8_3D, W8, SIX.view(3, 2, 1), FOUR, 1, "rowwise_sharded")),
+    (
+        ValueError,
+        "a_scale must be",
+        (X8_3D, W8, torch.ones(4, 3, 1), FOUR, 1, "rowwise_replicated"),
+    ),
+]
 
 
 @on_ranks(2)
 def test_wrong_arguments_raise_before_anything_is_sent(opt) -> None:
-    for error, text, call in REFUSED:
+    tp = opt.tensor_parallel
+    for error, text, name, arguments, options in REFUSED:
         with pytest.raises(error, match=text):
-            call(opt.tensor_parallel)
+            getattr(tp, name)(*arguments, **options)
+    for error, text, (a, b, a_scale, b_scale, dim, mode) in REFUSED_GATHERS:
+        with pytest.raises(error, match=text):
+            tp.all_gather_scaled_matmul(a, [b], a_scale, [b_scale], dim, scale_mode=mode)
+    with pytest.raises(TypeError, match="b_scales must be a sequence of tensors, one per matrix"):
+        tp.all_gather_scaled_matmul(X8, [W8], ONE, None, 0, scale_mode="tensorwise")
+    with pytest.raises(ValueError, match="a_scale must be"):
+        tp.scaled_matmul_reduce_scatter(_8(X.view(2, 2, 8)), W8, ONES, FOUR, "sum", 1)
 
 
 def test_without_a_group(opt) -> None:
