@@ -93,6 +93,10 @@ class Sizes:
         """Bytes of the largest message of an exchange on any rank."""
         return max(map(sum, (*self.going[number], *self.coming[number])))
 
+    def of_least(self, size: int) -> list[int]:
+        """The exchanges whose largest message has so many bytes, and any at all."""
+        return [k for k in range(len(self.going)) if self.largest(k) >= max(1, size)]
+
     def slot(self, numbers: Sequence[int]) -> int:
         """Bytes of the largest message that arrives in some exchanges on any rank."""
         return max((sum(counts) for k in numbers for counts in self.coming[k]), default=0)

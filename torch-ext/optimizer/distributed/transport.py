@@ -233,15 +233,15 @@ class GroupTransport(AllToAll):
         facts, reason = _facts_of([one for *_, one in said])
         if reason is None:
             sizes = Sizes.of([one["counts"] for one in facts])
+            if asked == "auto" and (choice := _why_not_tried(facts, sizes, options)) is not None:
+                return self._collectives_because(choice)
             if asked == "nccl_ce":
                 reason = self._set_up_copy_engines(traffic, facts, sizes)
             else:
                 reason = self._set_up_peers(traffic, options, facts, sizes)
         self._setup_ms = 1e3 * (time.perf_counter() - start)
-        if reason is None:
-            return
-        self._collectives_because(reason)
-        if asked != "auto":
+        if reason is not None:
+            self._collectives_because(reason)
             refuse(reason, options, self.collectives)
 
     def _go_on(self, traffic: Traffic) -> None:
@@ -351,15 +351,9 @@ class GroupTransport(AllToAll):
         """Exchange by p2p from here on; why not, if not. Ranks agree after every part of it."""
         if (reason := why_not_shared(facts) or self._mismatch(facts, sizes)) is not None:
             return reason
-        numbers = range(len(traffic.exchanges))
-        taken = [k for k in numbers if sizes.largest(k) >= max(1, options.min_bytes)]
-        small = f"below min_bytes: no message has {options.min_bytes} bytes"
+        taken = sizes.of_least(options.min_bytes)
         if not taken:
-            return small
-        if options.transport == "auto":
-            computing = max(one["computing_ms"] for one in facts)
-            if (reason := why_not_auto(sizes, computing, len(taken))) is not None:
-                return reason
+            return _small(options)
         # Of the two messages of a chunk one arrives or is read.
         slots, slot_bytes = options.slots or traffic.alive // 2 + 1, sizes.slot(taken)
         if slots < (least := min(traffic.alive // 2, len(taken))):
@@ -379,11 +373,13 @@ class GroupTransport(AllToAll):
         exchanges, rank = traffic.exchanges, self._arena.rank
         offsets = {id(exchanges[k].coming): sizes.offsets(k, rank) for k in taken}
         self._direct = PeerToPeer(self._arena, offsets)
-        why = "asked for"
+        why, is_faster = "asked for", True
         if options.transport == "auto":
             is_faster, why = self._calibrated(max(taken, key=sizes.largest))
-            if not is_faster:
-                return why
+        if not is_faster:
+            self._collectives_because(why)
+            return None
+        numbers = range(len(exchanges))
         self._reasons = {k: why if k in taken else "below min_bytes" for k in numbers}
         return None
 
@@ -495,6 +491,20 @@ def packed(going: Message, pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     for part, piece in zip(going.parts, pieces, strict=True):
         message[part.start : part.stop].view(piece.dtype).view(piece.shape).copy_(piece)
     return message
+
+
+def _small(options: TransportOptions) -> str:
+    return f"below min_bytes: no message has {options.min_bytes} bytes"
+
+
+def _why_not_tried(
+    facts: list[dict[str, Any]], sizes: Sizes, options: TransportOptions
+) -> str | None:
+    """Why "auto" does not try p2p: what it needs is not here, or it would not pay."""
+    taken = sizes.of_least(options.min_bytes)
+    if (reason := why_not_shared(facts)) is not None or not taken:
+        return reason or _small(options)
+    return why_not_auto(sizes, max(one["computing_ms"] for one in facts), len(taken))
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
