@@ -225,6 +225,10 @@ REFUSED = {
         "muon, adamw = opt.get_default_muon_param_groups(torch.nn.Linear(8, 8))",
         "unpack three, or pass no_decay=False for two",
     ),
+    "a group without names behind named ones": (
+        'opt.Muon([("w", w)]).add_param_group({"params": [b]})',
+        "group 1 has no names and group 0 has `param_names`; give (name, parameter) pairs",
+    ),
     "a vector": ("opt.orthogonalize(b)", "update it with AdamW instead"),
     "weight decay in the third place": (
         "opt.Muon([('w', w)], 1e-3, 0.1)",
@@ -237,7 +241,7 @@ LOGGED = {
         "pass get_default_muon_param_groups(model), or model.named_parameters()",
     ),
     "a group added later": (
-        'opt.Muon([("w", w)]).add_param_group({"params": [b]})',
+        'opt.Muon([{"params": [w], "use_muon": True}]).add_param_group({"params": [b]})',
         "pass get_default_muon_param_groups(model), or model.named_parameters()",
     ),
     "a rate of Keller Jordan's": ('opt.Muon([("w", w)], lr=0.02)', "take a rate of AdamW such as"),
