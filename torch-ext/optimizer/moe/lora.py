@@ -83,9 +83,13 @@ class PeftFactors(LoraFactors):
         *,
         swapped: bool = False,
     ) -> None:
-        self.__dict__.update(
-            matrices=(lora_A, lora_B), num_experts=num_experts, scaling=scaling, swapped=swapped
-        )
+        for name, value in (
+            ("matrices", (lora_A, lora_B)),
+            ("num_experts", num_experts),
+            ("scaling", scaling),
+            ("swapped", swapped),
+        ):  # Dynamo of torch 2.11 follows no update of __dict__
+            object.__setattr__(self, name, value)
 
     def _views(self) -> tuple[Tensor, Tensor]:
         a, b = factor_views(*self.matrices, self.num_experts)
