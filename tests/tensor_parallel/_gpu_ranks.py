@@ -1,8 +1,8 @@
 """One rank of the GPU tests, a program of its own: torch reads its variables at import.
 
-``python -m tests.tensor_parallel._gpu_ranks FOLDER RANK WORLD PLACEMENT REPO_ID`` does every job
-and leaves FOLDER/RANK.json. "shared" puts all ranks on one GPU, over gloo; "own" gives each one of
-its own, over NCCL.
+``python -m tests.tensor_parallel._gpu_ranks FOLDER RANK WORLD PLACEMENT REPO_ID JOBS`` does these
+jobs and leaves FOLDER/RANK.json. "shared" puts all ranks on one GPU, over gloo; "own" gives each
+one of its own, over NCCL.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 150  # seconds for all jobs of a set of ranks
+PATIENCE = 150  # seconds for the jobs of a set of ranks
 VARIABLES = {
     "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded late waits for one that waits for it
     "NCCL_NVLS_ENABLE": "0",
@@ -28,8 +28,10 @@ VARIABLES = {
 }
 
 
-def results_of(world: int, placement: str, repo_id: str, root: Path) -> list[dict[str, Any]]:
-    """What every rank left, in their order.
+def results_of(
+    world: int, placement: str, repo_id: str, root: Path, jobs: str
+) -> list[dict[str, Any]]:
+    """What every rank left of the `JOBS` of a name, in their order.
 
     Raises:
         AssertionError: A rank left nothing in time; the message has the end of what each wrote.
@@ -40,7 +42,7 @@ def results_of(world: int, placement: str, repo_id: str, root: Path) -> list[dic
     module, ranks = f"{__package__}._gpu_ranks", []
     logs = [folder / f"{rank}.log" for rank in range(world)]
     for rank, log in enumerate(logs):
-        words = (str(folder), str(rank), str(world), placement, repo_id)
+        words = (str(folder), str(rank), str(world), placement, repo_id, jobs)
         with log.open("w") as out:
             ranks.append(
                 subprocess.Popen(
@@ -61,9 +63,8 @@ def results_of(world: int, placement: str, repo_id: str, root: Path) -> list[dic
     found = [folder / f"{rank}.json" for rank in range(world)]
     kept = os.environ.get("OUT")
     if kept:
-        shutil.copytree(
-            folder, Path(kept) / f"tensor_parallel-{world}-{placement}", dirs_exist_ok=True
-        )
+        place = Path(kept) / f"tensor_parallel-{world}-{placement}-{jobs}"
+        shutil.copytree(folder, place, dirs_exist_ok=True)
     tails = "\n".join(f"rank {r}: {log.read_text()[-3000:]}" for r, log in enumerate(logs))
     assert all(path.is_file() for path in found), f"a rank left no results:\n{tails}"
     results = [json.loads(path.read_text()) for path in found]
@@ -71,7 +72,7 @@ def results_of(world: int, placement: str, repo_id: str, root: Path) -> list[dic
     return results
 
 
-def _main(folder: str, rank: str, world: str, placement: str, repo_id: str) -> None:
+def _main(folder: str, rank: str, world: str, placement: str, repo_id: str, jobs: str) -> None:
     import torch
     from kernels import get_kernel
     from torch import distributed
@@ -88,7 +89,7 @@ def _main(folder: str, rank: str, world: str, placement: str, repo_id: str) -> N
     opt = get_kernel(repo_id, version=1, backend="cuda", trust_remote_code=True)
     device = torch.device("cuda", index)
     results: dict[str, Any] = {}
-    for job in (_products, _compiled, _captured, _small, _newton_schulz, _pipelined):
+    for job in JOBS[jobs]:
         begun = time.monotonic()
         results[job.__name__] = _outcome(job, opt, device)
         print(job.__name__, f"{time.monotonic() - begun:.1f} s", flush=True)
@@ -270,6 +271,13 @@ def _pipelined(opt: Any, device: Any) -> dict[str, Any]:
     distributed.barrier()
     product.close()
     return {"wrong": wrong, "calls": product.calls, "late": late}
+
+
+# Processes that share a GPU wait for each other's turns: not all in the time of one set.
+JOBS = {
+    "products": (_products,),
+    "others": (_compiled, _captured, _small, _newton_schulz, _pipelined),
+}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Fused products on GPUs against float64, each with the number of fused calls."""
 
+from collections.abc import Callable
+
 import pytest
 
 from ..conftest import ROOT
@@ -14,14 +16,25 @@ NEWTON_SCHULZ = 2e-2
 
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda each: f"{each[0]}-{each[1]}")
-def results(request, repo_id, opt) -> list[dict]:
+def run(request, repo_id, opt) -> Callable[[str], list[dict]]:
+    """`run(jobs)`: what every rank of a set left of them."""
     import torch
 
     world, placement = request.param
     if placement == "own" and torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs")
     torch.cuda.empty_cache()
-    return results_of(world, placement, repo_id, ROOT)
+    return lambda jobs: results_of(world, placement, repo_id, ROOT, jobs)
+
+
+@pytest.fixture(scope="module")
+def products(run) -> list[dict]:
+    return run("products")
+
+
+@pytest.fixture(scope="module")
+def results(run) -> list[dict]:
+    return run("others")
 
 
 def of_job(results: list[dict], job: str) -> list:
@@ -33,8 +46,8 @@ def of_job(results: list[dict], job: str) -> list:
 
 
 @pytest.mark.parametrize("case", _cases.cases(_cases.GPU), ids=lambda case: case.name)
-def test_fused_product_equals_float64(case, results) -> None:
-    for rank, of_rank in enumerate(of_job(results, "_products")):
+def test_fused_product_equals_float64(case, products) -> None:
+    for rank, of_rank in enumerate(of_job(products, "_products")):
         assert not _cases.verdict(case, of_rank[case.name], _cases.FUSED), f"on rank {rank}"
 
 
