@@ -535,17 +535,6 @@ def test_every_byte_arrives_where_it_belongs(opt, plan, seed) -> None:
         assert [*found] == [[]] * len(transports)
 
 
-def test_enough_slots_need_no_barrier(opt) -> None:
-    """Signals say that slots are read; with a slot too few an empty exchange says it."""
-    counts = [[[16] * 2] * 2] * 12
-    for slots, barriers in ((4, 0), (2, 10)):
-        transports = threads_of(opt, counts, slots)
-        with ThreadPoolExecutor(2) as pool:
-            for found in pool.map(lambda one: run_steps(one, counts, 1, 0, steps=1), transports):
-                assert found == []
-        assert {one.barriers for one in transports} == {barriers}
-
-
 @pytest.mark.sees_defect("a rank that gave up waiting goes on to send what it made of nothing")
 def test_a_late_rank_is_an_error_and_what_it_missed_is_zeros(opt) -> None:
     """Its message is zeros, its signal stays, and the third rank does not take what it sends."""

@@ -32,23 +32,6 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@CLASSES
-def test_a_step_never_waits_for_the_device(opt, device, name) -> None:
-    """No .item(), no bool(tensor), also with a Tensor lr, from the first step on."""
-    params = parameters([(6, 4), (3, 8), (6, 4), (5,)], device=device)
-    optimizer = both(opt, params)[name]()
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.02, device=device)
-    with NoHostReads():
-        grads = [param.grad for param in params]
-        for _ in range(3):
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            optimizer.step()
-    with pytest.raises(AssertionError, match="reads a tensor on the host"), NoHostReads():
-        params[0].sum().item()
-
-
 @pytest.mark.sees_defect("torch.tensor(momentum) at every step copies to the default device")
 @pytest.mark.sees_defect(
     'the device "cuda" is written into the code',

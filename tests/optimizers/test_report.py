@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._steps import both, marked, parameters
+from ._steps import both, marked, new_gradients, parameters
 from .test_numbers import NoHostReads
 
 NUMBER = r"\d[\d.e+-]*"
@@ -51,9 +51,12 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_report_changes_nothing_and_never_waits_for_the_device(opt, device, name) -> None:
-    """Before the first step, after it, and after the groups changed."""
-    params = parameters([(6, 4), (0, 5), (5,), (6, 4)], device=device)
+def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
+    """No .item(), no bool(tensor), also of a Tensor lr; a report changes nothing.
+
+    Before the first step, after it, and after the groups changed.
+    """
+    params = parameters([(6, 4), (0, 5), (3, 8), (5,), (6, 4), (4,)], device=device)
     optimizer = both(opt, params)[name]()
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.02, device=device)
@@ -61,8 +64,12 @@ def test_report_changes_nothing_and_never_waits_for_the_device(opt, device, name
         first = optimizer.report(verbose=True)
         optimizer.step()
         second = optimizer.report(verbose=True)
-        optimizer.step()
+        for seed in range(2):
+            new_gradients(params, seed=seed)
+            optimizer.step()
         assert optimizer.report(verbose=True) == second
+    with pytest.raises(AssertionError, match="reads a tensor on the host"), NoHostReads():
+        params[0].sum().item()
     assert re.sub(r"\d+ bytes of state", "0 bytes of state", second) == first
     assert "parameter 1 (0, 5): muon, nothing to orthogonalize" in first
     optimizer.param_groups[0]["method"] = "newton_schulz"

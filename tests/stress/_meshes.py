@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,12 +185,9 @@ class Problem:
             {k: self._local(layouts[k], wholes[k], rank) for k in set(numbers)}
             for rank in range(self.ranks)
         ]
-        outboxes = [self._message(route.sent) for route in routes]
-        for rank, route in enumerate(routes):
-            for part in route.sent.parts:
-                source = part.box.view(locals_[rank][numbers[part.job]])
-                part.of(outboxes[rank], WIRE).copy_(source)
-        inboxes = self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
+        inboxes = self._gathered(
+            routes, lambda rank, part: part.box.view(locals_[rank][numbers[part.job]])
+        )
         answers = [self._message(route.answered) for route in routes]
         for rank, route in enumerate(routes):
             put = {job: torch.full_like(regions[job], torch.nan) for job in route.owned}
@@ -253,11 +251,7 @@ class Problem:
             distributed.make_route(jobs, owners, rank, self.ranks, WIRE.itemsize, from_all=True)
             for rank in range(self.ranks)
         ]
-        outboxes = [self._message(route.sent) for route in routes]
-        for rank, route in enumerate(routes):
-            for part in route.sent.parts:
-                part.of(outboxes[rank], WIRE).copy_(part.box.view(whole))
-        inboxes = self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
+        inboxes = self._gathered(routes, lambda rank, part: part.box.view(whole))
         for rank, route in enumerate(routes):
             arrived = Counter(part.job for part in route.gathered.parts)
             if any(arrived[job] != self.ranks - 1 for job in route.owned):
@@ -277,6 +271,14 @@ class Problem:
 
     def _message(self, message: Any) -> Tensor:
         return torch.zeros(message.size, dtype=torch.uint8)
+
+    def _gathered(self, routes: list[Any], source: Callable[[int, Any], Tensor]) -> list[Tensor]:
+        """What arrives where every rank sends its parts: of each what `source` gives."""
+        outboxes = [self._message(route.sent) for route in routes]
+        for rank, route in enumerate(routes):
+            for part in route.sent.parts:
+                part.of(outboxes[rank], WIRE).copy_(source(rank, part))
+        return self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
 
     def _delivered(
         self, sent: list[Any], received: list[Any], outboxes: list[Tensor]

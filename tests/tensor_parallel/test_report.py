@@ -269,7 +269,6 @@ def prepared(
         ({}, None),
         ({"host": "there"}, "on several hosts"),
         ({"device": "gpu-0"}, "two ranks use one GPU"),
-        ({"reached": ["gpu-1"]}, "no peer access"),
         ({"missing": "torch too old"}, "rank 1: torch too old"),
     ],
 )
