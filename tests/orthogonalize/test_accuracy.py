@@ -70,6 +70,19 @@ def test_error_against_the_same_polynomial(
     )
 
 
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("shape", [(96, 384), (384, 96), (130, 200)], ids=str)
+def test_float16_is_eight_times_as_accurate(opt, five_steps, device, shape) -> None:
+    m, n = sorted(shape)
+    x = matrix("gaussian", m, n)
+    exact = five_steps(x)
+    if shape[0] > shape[1]:
+        x, exact = x.mT, exact.mT
+    half, brain = (run(opt, "polar_express", x, d, device) for d in (HALF, BRAIN))
+    ratio = relative_error(brain, exact) / relative_error(half, exact)
+    assert 5 < ratio < 12  # three mantissa bits
+
+
 # rank_10 and two_and_1e-5 amplify rounding noise by the full slope at 0, in any formulation.
 ZOO = ("linear", "log3", "log5", "log7", "log9", "half_zero", "rank_10", "two_and_1e-5")
 
