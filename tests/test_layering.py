@@ -281,11 +281,7 @@ CHECKS = (
 
 # Every layer, every allowed arrow and both forms of import; where a rule is broken, a mark says so.
 TREE = {
-    "__init__.py": """
-from . import layers
-from .optimizers import Muon
-from .explain import why
-""",
+    "__init__.py": "from . import layers\nfrom .optimizers import Muon\nfrom .explain import why",
     "layers.py": """
 from .moe import sort
 from .kernels import push  #! layers imports kernels
@@ -310,15 +306,8 @@ from .communication import push
 from .. import orthogonalize  #! imports orthogonalize
 from . import sum_triton  #! imports kernels.sum_triton
 """,
-    "kernels/communication.py": """
-from .._ops import ops
-from ..reference import nf4
-push = 1
-""",
-    "kernels/sum_triton.py": """
-import triton.language as tl
-from .communication import push
-""",
+    "kernels/communication.py": "from .._ops import ops\nfrom ..reference import nf4\npush = 1",
+    "kernels/sum_triton.py": "import triton.language as tl\nfrom .communication import push",
     "kernels/sum.py": """
 import kernels  #! imports kernels; only integrations
 import triton  #! imports triton outside a function
@@ -335,14 +324,8 @@ def launch():
     from . import sum_triton
     from .. import moe  #! kernels imports moe
 """,
-    "orthogonalize/__init__.py": """
-from ..kernels import communication
-from .._ops import ops
-""",
-    "orthogonalize/choose.py": """
-from ..kernels import sum
-import torch.distributed as dist
-""",
+    "orthogonalize/__init__.py": "from ..kernels import communication\nfrom .._ops import ops",
+    "orthogonalize/choose.py": "from ..kernels import sum\nimport torch.distributed as dist",
     "distributed/__init__.py": """
 from .transport import gather
 import torch.distributed.nn  #! communicates
@@ -411,10 +394,7 @@ f.all_reduce(x)  #! all_reduce communicates
 torch.ops._c10d_functional.wait_tensor  #! communicates
 d.new_group([0])
 """,
-    "integrations/__init__.py": """
-from ..optimizers import muon
-from .. import moe
-""",
+    "integrations/__init__.py": "from ..optimizers import muon\nfrom .. import moe",
     "integrations/adapters/peft.py": """
 import importlib
 from ...kernels import push  #! integrations imports kernels

@@ -39,7 +39,7 @@ from ._models import (
 )
 from ._trainers import losses, plain_trainer, settings
 from .test_peft import train
-from .test_peft_adapter import edit
+from .test_peft_adapter import UNTRAINABLE, edit
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory")
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
@@ -408,6 +408,7 @@ REFUSED = [
     ({"quantize": "mxfp4", "target_modules": ["q_proj"]}, "must be a multiple"),
     ({"r": 0}, "r must be an integer"),
     ({"r": True}, "r must be an integer .*, got True"),
+    *(({"dtype": dtype}, f"dtype must be one of .*got {dtype}") for dtype in UNTRAINABLE),
     ({"r": 2**63}, "r must be an integer from 1 to 65536"),
     ({"lora_alpha": float("nan")}, "alpha must be"),
     ({"target_parameters": ["q_proj"]}, "has .'q_proj'.*they have .'down_proj'"),

@@ -294,19 +294,20 @@ def test_forward_replaced_by_accelerate_is_kept(opt, device) -> None:
         opt.integrations.use_in_transformers(model)
 
 
-@pytest.mark.parametrize("option", ["DoRA", "lora_bias", "lora_dropout", "variant"])
+UNSAID = {
+    "DoRA": ("use_dora", True),
+    "lora_bias": ("lora_bias", True),
+    "lora_dropout": ("lora_dropout", nn.Dropout(0.1)),
+    "variant": ("lora_variant", object()),
+}
+
+
+@pytest.mark.parametrize("option", UNSAID)
 def test_what_the_factors_cannot_say_is_refused(opt, device, option: str) -> None:
     model = wrap(build("qwen3_moe").to(device))
     opt.integrations.use_in_transformers(model)
-    wrapper = wrappers_of(model)["1", "gate_up_proj"]
-    if option == "DoRA":
-        wrapper.use_dora["default"] = True
-    elif option == "lora_bias":
-        wrapper.lora_bias["default"] = True
-    elif option == "lora_dropout":
-        wrapper.lora_dropout["default"] = nn.Dropout(0.1)
-    else:
-        wrapper.lora_variant["default"] = object()
+    attribute, value = UNSAID[option]
+    getattr(wrappers_of(model)["1", "gate_up_proj"], attribute)["default"] = value
     with pytest.raises(ValueError, match=f"'default' on gate_up_proj has .*{option}"):
         logits(model)
 

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
@@ -41,7 +41,6 @@ from ._published import (
     write_mxfp4,
     write_tensors,
 )
-from ._trainers import STEPS, losses, plain_trainer, settings
 from .test_peft import wrap, wrappers_of
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
@@ -564,33 +563,3 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     for loaded in (load_files(tmp_path / "whole"), theirs.to(model.device)):
         assert_same_tensors(loaded.state_dict(), model.state_dict())
         assert_same_bits(logits(loaded), logits(model))
-
-
-class Stop(TrainerCallback):
-    """As a run that is cut off after its second checkpoint."""
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step == STEPS // 2
-
-
-def test_a_run_without_peft_resumes(opt, load_files, device, tmp_path) -> None:
-    """LoRA of attach_lora: the checkpoint holds the whole model, packed experts included."""
-
-    def run(name, resume=None, callbacks=()):
-        torch.manual_seed(5)
-        model = load_files()
-        opt.integrations.attach_lora(model, r=2, lora_alpha=4)
-        arguments = settings(tmp_path / name, device)
-        trainer = plain_trainer(model, arguments, callbacks=list(callbacks))
-        trainer.train(resume_from_checkpoint=resume)
-        return losses(trainer)
-
-    expected = run("whole")
-    run("cut", callbacks=[Stop()])
-    checkpoint = tmp_path / "cut" / f"checkpoint-{STEPS // 2}"
-    assert run("cut", resume=str(checkpoint)) == expected
-    loaded = load_files(checkpoint)
-    packed = "model.layers.0.mlp.experts.down_proj.packed"
-    assert_same_bits(loaded.state_dict()[packed], load_files().state_dict()[packed])
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert_same_bits(logits(theirs.to(device)), logits(loaded))

@@ -297,19 +297,26 @@ def test_an_empty_grid_launches_nothing(plans, current) -> None:
     assert play(program, drawn(8, 8))[0].shape == (8,)
 
 
+STRANGER, WHOLE = torch.randn(8), torch.randn(16)
+
+
 @pytest.mark.parametrize(
-    ("reason", "function"),
+    ("reason", "function", "operands"),
     [
-        ("computed by torch", lambda launch, x, y: [x + y]),
-        ("not what was allocated", lambda launch, x, y: [x]),
-        ("not what was allocated", lambda launch, x, y: [torch.empty(8)[:4]]),
-        ("share their memory", lambda launch, x, y: [out := torch.empty(8), out]),
-        ("memory of|result is of", lambda launch, x, y: [torch.empty(8, dtype=torch.complex64)]),
+        ("computed by torch", lambda launch, x, y: [x + y], ()),
+        ("not what was allocated", lambda launch, x, y: [x], ()),
+        ("not what was allocated", lambda launch, x, y: [torch.empty(8)[:4]], ()),
+        ("share their memory", lambda launch, x, y: [out := torch.empty(8), out], ()),
+        ("memory of|result is of", lambda *_: [torch.empty(8, dtype=torch.complex64)], ()),
+        ("no such instruction", chain(Kernel(fails=True)), drawn(10, 8)),
+        ("none of the operands", added(lambda x, _: (x, STRANGER)), ()),
+        ("in several", added(lambda x, y: (x[2:], y[2:]), n=6), (WHOLE, WHOLE[1:])),
     ],
 )
-def test_refusals(plans, current, reason, function) -> None:
+def test_refusals(plans, current, reason, function, operands) -> None:
+    """Also of a kernel that does not compile, and of an address of no operand or of two."""
     with pytest.raises(plans._NotPlayableError, match=reason):
-        record(plans, function, drawn(8, 8))
+        record(plans, function, [*operands] or drawn(8, 8))
 
 
 @pytest.mark.sees_defect(
@@ -371,11 +378,6 @@ def test_memory_that_runs_out_is_torchs_own_error(plans, monkeypatch) -> None:
         plans.replayed("a function", function, [x], ())
 
 
-def test_a_kernel_that_does_not_compile_is_refused(plans, current) -> None:
-    with pytest.raises(plans._NotPlayableError, match="no such instruction"):
-        record(plans, chain(Kernel(fails=True)), drawn(10, 8))
-
-
 def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
     """Results are stand-ins, with an address at which nothing is; `prepare` gives them, too."""
 
@@ -395,18 +397,6 @@ def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
     again = plans.prepare(function, [plans.stand_in((10,), (1,), *kind), found[1]], (1.0,))
     assert again is not None and len(compiler) == 8, "stand-ins may be operands"
     assert plans.prepare(lambda x: [x + 1], drawn(3), ()) is None
-
-
-def test_an_address_of_no_operand_is_refused(plans, current) -> None:
-    stranger = torch.randn(8)
-    with pytest.raises(plans._NotPlayableError, match="none of the operands"):
-        record(plans, added(lambda x, _: (x, stranger)), drawn(8, 8))
-
-
-def test_overlapping_operands_are_refused_where_an_address_is_of_both(plans, current) -> None:
-    x = torch.randn(16)
-    with pytest.raises(plans._NotPlayableError, match="in several"):
-        record(plans, added(lambda whole, half: (whole[2:], half[2:]), n=6), [x, x[1:]])
 
 
 def test_a_tensor_given_twice_is_one_address(plans, current) -> None:
