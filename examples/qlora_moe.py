@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rank", type=positive_integer, default=16, help="of LoRA (default: 16)")
     add("--alpha", type=float, default=32.0, help="the update is scaled by alpha / rank")
     add("--target-modules", nargs="*", metavar="NAME", help="LoRA on these beside the experts")
-    add("--lr", type=float, default=1e-2, help="peak learning rate (default: 1e-2)")
+    add("--lr", type=float, help="peak learning rate (default: 1e-3, of --tiny 1e-2)")
     add("--nested", action="store_true", help="quantise absmax, too: 4.13 bits instead of 4.5")
     add("--checkpointing", action="store_true", help="run layers again in the backward pass")
     add("--offload", action="store_true", help="keep the experts in host memory")
@@ -100,6 +100,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--nested is of --format nf4: {options.format} has no absmax")
     if options.offload and (options.compile or options.cuda_graph):
         parser.error("--offload moves experts between the layers of an eager model alone")
+    if options.lr is None:  # at a hidden size of 2048 1e-2 makes the loss jump
+        options.lr = 1e-2 if options.size == "tiny" else 1e-3
     return options
 
 

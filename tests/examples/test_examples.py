@@ -653,7 +653,8 @@ def test_the_full_size_is_the_whole_model(qlora) -> None:
     """The shapes of Qwen/Qwen3-30B-A3B, 30.5e9 parameters, counted without memory for them."""
     import transformers
 
-    assert qlora.parse(["--full"]).size == "full"
+    options = qlora.parse(["--full"])
+    assert (options.size, options.lr, qlora.parse(["--tiny"]).lr) == ("full", 1e-3, 1e-2)
     sizes = {"tie_word_embeddings": False} | qlora.SIZES["full"].model
     with torch.device("meta"):
         config = transformers.Qwen3MoeConfig(**sizes)
