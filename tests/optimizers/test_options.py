@@ -437,7 +437,7 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     layout = dict.fromkeys(agreement.LAYOUT, "")
     alone = module_of(opt, "distributed").alone()
     labelled = [(str(number), param) for number, param in enumerate(params)]
-    common = agreement.Common(alone, labelled, [0, 1], layout, None)
+    common = agreement.Common(alone, labelled, [0, 1], layout)
     asking = agreement.Consistency()
 
     def ask(step: int) -> list[Any]:
@@ -446,9 +446,8 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
         rate.fill_(0.1 / (1 + step))
         optimizer.param_groups[1]["lr"] = 0.1 / (1 + step)
         groups = [optimizer.format.options(group) for group in optimizer.param_groups]
-        return asking._ask(
-            [common], groups, [*map(options.fingerprint, groups)], [None], False, False
-        )
+        prints = [*map(options.fingerprint, groups)]
+        return asking._ask([common], groups, prints, [None], (0, 0, False, False))
 
     asking._settle(ask(0), False, True)
     torch.cuda.synchronize(device)

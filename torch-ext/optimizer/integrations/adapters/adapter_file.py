@@ -158,7 +158,7 @@ def load_peft_adapter(
     check_attachable(model)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)
-    tensors, _, _ = read_tensors(tensors_file)
+    tensors, _ = read_tensors(tensors_file)
     beyond, names = beyond_experts(config, model)
     targets = targeted(model, config | {"target_parameters": names}, config_file)
     release = peft_release(config, config_file)

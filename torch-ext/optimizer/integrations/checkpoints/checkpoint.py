@@ -170,7 +170,7 @@ def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Tensor]] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
-        order = _order(saved.names, optimizer.parameter_names(number), f"group {number}")
+        order = order_of(saved.names, optimizer.parameter_names(number), f"group {number}")
         options = dict(saved.options)
         for key in ("lr", "weight_decay"):
             if isinstance(options.get(key), Tensor) and isinstance(group[key], Tensor):
@@ -183,8 +183,8 @@ def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict
     return {"state": state, "param_groups": groups}
 
 
-def _order(saved: list[str | None], present: list[str | None], where: str) -> list[int]:
-    """For each present parameter its index among the saved ones."""
+def order_of(saved: list[str | None], present: list[str | None], where: str) -> list[int]:
+    """For each present parameter its index among the saved ones; ValueError if they do not fit."""
     if len(saved) != len(present):
         raise ValueError(f"{where}: {len(saved)} parameters were saved, {len(present)} are present")
     if None in saved or None in present:

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .tensor_file import read_tensors, replacing, write_tensors
+from .tensor_file import CHECKSUMS, read_tensors, replacing, write_tensors
 
-FORMAT = 2  # 1 had no checksums
+FORMAT = 1
 TENSORS, TEXT = "optimizer.safetensors", "optimizer.json"
 HEADER = "optimizer"  # the key of the JSON in the header of the safetensors file
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -75,23 +75,19 @@ def read(path: Path) -> Checkpoint:
     """Read a whole file; ValueError if it is damaged or not what `write` writes."""
     if not path.is_file():
         raise FileNotFoundError(f"no optimizer checkpoint {path}")
-    tensors, texts, checked = read_tensors(path)
+    tensors, texts = read_tensors(path)
     if HEADER not in texts:
         raise ValueError(f"{path} was not written by save_optimizer: its header has no options")
     try:
         header = json.loads(texts[HEADER])
-        _check_format(header, checked)
+        saved = _expect(dict, header, "header").get("format")
+        if saved != FORMAT:
+            raise ValueError(f"it has format {saved!r}, this version reads {FORMAT}")
+        if CHECKSUMS not in texts:
+            raise ValueError("it is damaged: its checksums are gone; use another checkpoint")
         return _parsed(header, tensors)
     except (ValueError, RecursionError) as error:  # of json too
         raise ValueError(f"{path}: {error}") from error
-
-
-def _check_format(header: Any, checked: bool) -> None:
-    saved = _expect(dict, header, "header").get("format")
-    if saved not in (1, FORMAT):
-        raise ValueError(f"it has format {saved!r}, this version reads 1 and {FORMAT}")
-    if saved == FORMAT and not checked:
-        raise ValueError("it is damaged: its checksums are gone; use another checkpoint")
 
 
 def _parsed(header: Any, tensors: dict[str, Tensor]) -> Checkpoint:

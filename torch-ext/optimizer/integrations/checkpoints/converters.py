@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ...optimizers.groups.default_groups import ADAMW, MUON
 from ...optimizers.groups.param_groups import SCHEDULER_KEYS
-from ...optimizers.groups.parameters import components
 from ...optimizers.step import MuonBase
-from .checkpoint import check_class
+from .checkpoint import check_class, order_of
 
 StateDict = Mapping[str, Any]
 STATISTICS = "second_momentum_buffer"
@@ -149,7 +148,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _match(optimizer: MuonBase, saved: Sequence[Saved]) -> list[list[Saved]]:
     """For every group the saved parameters that are its own."""
-    matched = []
+    taken = {}
     for kind in (MUON, ADAMW):
         present = [
             name
@@ -157,30 +156,13 @@ def _match(optimizer: MuonBase, saved: Sequence[Saved]) -> list[list[Saved]]:
             if optimizer.format.kind(group) == kind
             for name in optimizer.parameter_names(number)
         ]
-        matched.append(_ordered([e for e in saved if e.kind == kind], present, kind))
-    taken = dict(zip((MUON, ADAMW), map(iter, matched), strict=True))
+        entries = [entry for entry in saved if entry.kind == kind]
+        order = order_of([entry.name for entry in entries], present, f"kind {kind!r}")
+        taken[kind] = iter([entries[index] for index in order])
     return [
         [next(taken[optimizer.format.kind(group)]) for _ in group["params"]]
         for group in optimizer.param_groups
     ]
-
-
-def _ordered(saved: list[Saved], present: list[str | None], kind: str) -> list[Saved]:
-    if len(saved) != len(present):
-        raise ValueError(
-            f"{len(saved)} parameters of kind {kind!r} were saved, the optimizer has {len(present)}"
-        )
-    if None in present or any(entry.name is None for entry in saved):
-        return saved
-    by_name = {".".join(components(entry.name)): entry for entry in saved}
-    wanted = [".".join(components(name)) for name in present]
-    missing = sorted(set(wanted) - set(by_name))
-    if missing or len(by_name) < len(saved):
-        raise ValueError(
-            f"nothing was saved for {missing} of kind {kind!r}; saved but not present: "
-            f"{sorted(set(by_name) - set(wanted))}"
-        )
-    return [by_name[name] for name in wanted]
 
 
 def _options(

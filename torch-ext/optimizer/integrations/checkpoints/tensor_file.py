@@ -70,8 +70,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
         file.write(header())
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], bool]:
-    """Tensors and texts of a file, and whether it has checksums; they are compared then.
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and texts of a file, whose checksums are compared if it has some.
 
     A ValueError says that a bit is another than was written, or that it is no safetensors file.
     """
@@ -83,10 +83,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], bool]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-    sums = texts.pop(CHECKSUMS, None)
-    if sums is not None:
-        _check(path, tensors, texts, sums)
-    return tensors, texts, sums is not None
+    if CHECKSUMS in texts:
+        _check(path, tensors, texts)
+    return tensors, texts
 
 
 @contextlib.contextmanager
@@ -147,11 +146,11 @@ def _lock(opened: int, how: int) -> bool:
     return True
 
 
-def _check(
-    path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], written: str
-) -> None:
+def _check(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Raise ValueError naming what is not as it was written."""
-    found = {name: _digits(zlib.crc32(text.encode())) for name, text in texts.items()}
+    written = texts[CHECKSUMS]
+    others = ((name, text) for name, text in texts.items() if name != CHECKSUMS)
+    found = {name: _digits(zlib.crc32(text.encode())) for name, text in others}
     found |= {name: _digits(_checksum(tensor)) for name, tensor in tensors.items()}
     try:
         sums = json.loads(written)
