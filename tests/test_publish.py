@@ -112,9 +112,25 @@ def test_a_dirty_build_is_refused(checkout: Path):
     assert "dirty tree" in refusal(checkout)
 
 
-def test_a_build_without_commit_is_refused(checkout: Path):
+def test_what_a_variant_must_be(checkout: Path):
+    """Changed one after the other: each fault is said beside those before it, or instead."""
+    variant, benchmarks = variant_of(checkout), checkout / "benchmarks"
+    benchmarks.mkdir()
+    (benchmarks / "benchmark_linked.py").symlink_to("/etc/hostname")
+    commit(checkout)
+    assert "benchmark_linked.py is a symbolic link" in refusal(checkout)
+    shutil.rmtree(benchmarks)
+    commit(checkout)
+    (variant / "__init__.py").write_text("")
+    (variant / "added.py").write_text("")
+    message = refusal(checkout)
+    assert "digest" in message and "__init__.py" in message and "added.py" in message
+    edit_metadata(checkout, version=2)
+    assert "is optimizer version 2, but build.toml says optimizer version 1" in refusal(checkout)
     edit_metadata(checkout, provenance={"kernel-builder": {"version": "0.17.0"}})
     assert "provenance names no commit" in refusal(checkout)
+    shutil.rmtree(variant)
+    assert "no variant in" in refusal(checkout)
 
 
 def test_a_variant_of_another_commit_is_refused(checkout: Path):
@@ -162,14 +178,6 @@ def test_a_folder_with_another_variant_is_refused(checkout: Path, name: str, com
     assert f"{variant.name}:" not in message
 
 
-def test_a_changed_or_added_file_is_refused(checkout: Path):
-    variant = variant_of(checkout)
-    (variant / "__init__.py").write_text("")
-    (variant / "added.py").write_text("")
-    message = refusal(checkout)
-    assert "digest" in message and "__init__.py" in message and "added.py" in message
-
-
 LINKED = "is a symbolic link"
 
 
@@ -195,20 +203,6 @@ def test_what_no_digest_vouches_for_is_refused(checkout: Path, name, target, com
         target = changed.rename(checkout / "elsewhere") if target == "itself" else Path(target)
         changed.symlink_to(target, target_is_directory=target.is_dir())
     assert f"{variant.name}: {complaint}" in refusal(checkout)
-
-
-def test_a_benchmark_that_is_a_link_is_refused(checkout: Path):
-    (checkout / "benchmarks").mkdir()
-    (checkout / "benchmarks" / "benchmark_linked.py").symlink_to("/etc/hostname")
-    commit(checkout)
-    assert "benchmark_linked.py is a symbolic link" in refusal(checkout)
-
-
-def test_another_version_and_no_variant_are_refused(checkout: Path):
-    edit_metadata(checkout, version=2)
-    assert "is optimizer version 2, but build.toml says optimizer version 1" in refusal(checkout)
-    shutil.rmtree(variant_of(checkout))
-    assert "no variant in" in refusal(checkout)
 
 
 def test_upload_to_a_new_branch(checkout: Path, repo_id: str):

@@ -9,6 +9,7 @@ import torch
 
 from .._compare import capture, no_waits
 from ..conftest import module_fixture
+from ._products import laid_out
 from .test_sm90_gpu import Framed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -25,21 +26,14 @@ SHAPES = (
 )  # fmt: skip
 
 
-def laid_out(x: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    """The values in padded memory that is NaN between them; rows or columns are contiguous."""
-    rows, cols = x.mT.shape if by_columns else x.shape
-    padded = torch.full((rows, -(-cols // 8) * 8 + 8), torch.nan, dtype=x.dtype, device=x.device)
-    view = padded[:, :cols].mT if by_columns else padded[:, :cols]
-    return view.copy_(x)
-
-
 def operands(m, k, n, dtype, device, *, by_columns=False, seed=0):
     generator = torch.Generator(device).manual_seed(seed)
     a, b = (
         torch.randint(-3, 3, shape, device=device, generator=generator).to(dtype)
         for shape in ((m, k), (k, n))
     )
-    return laid_out(a, False), laid_out(b, by_columns), (a.double() @ b.double()).to(dtype)
+    b_lies = "transposed-padded" if by_columns else "padded"
+    return laid_out(a, "padded"), laid_out(b, b_lies), (a.double() @ b.double()).to(dtype)
 
 
 @pytest.fixture

@@ -206,20 +206,23 @@ def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, model):
 
 
 def test_errors_say_what_to_do(opt, device, model):
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
-        opt.moe.ExpertOffload("Qwen/Qwen3-30B-A3B")
-    with pytest.raises(ValueError, match="no QuantizedExperts to offload; load it with"):
-        opt.moe.ExpertOffload(nn.Linear(2, 2))
+    start = opt.moe.ExpertOffload
     meta = nn.Sequential(opt.moe.QuantizedExperts((2, 4, 64), device="meta"))
-    with pytest.raises(ValueError, match="meta device"):
-        opt.moe.ExpertOffload(meta)
-    offload = opt.moe.ExpertOffload(model)
-    with pytest.raises(ValueError, match="offloaded already; turn the other one off"):
-        opt.moe.ExpertOffload(model)
-    with pytest.raises(RuntimeError, match="turn_off"):
-        copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="save its state_dict"):
-        pickle.dumps(model)
+    offload = start(model)
+    for error, words, call in (
+        (
+            TypeError,
+            "model must be a torch.nn.Module, got str",
+            lambda: start("Qwen/Qwen3-30B-A3B"),
+        ),
+        (ValueError, "no QuantizedExperts to offload; load it", lambda: start(nn.Linear(2, 2))),
+        (ValueError, "meta device", lambda: start(meta)),
+        (ValueError, "offloaded already; turn the other one off", lambda: start(model)),
+        (RuntimeError, "turn_off", lambda: copy.deepcopy(model)),
+        (RuntimeError, "save its state_dict", lambda: pickle.dumps(model)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     offload.turn_off()
     copy.deepcopy(model)
 

@@ -66,22 +66,19 @@ def test_nested_absmax_is_close_and_smaller(opt):
 
 
 def test_counts_and_shapes_of_experts_are_checked(opt):
-    make = opt.moe.QuantizedExperts.from_experts
-    stack = draw(SHAPE).unbind(0)
-    with pytest.raises(ValueError, match="holds 4 of 5"):
-        make(stack[:4], SHAPE)
-    with pytest.raises(ValueError, match="expected 5 experts"):
-        make([*stack, stack[0]], SHAPE)
-    with pytest.raises(ValueError, match=r"expert 0 has shape \(24, 39\)"):
-        make([stack[0][:, 1:]], SHAPE)
-    with pytest.raises(ValueError, match="experts is empty"):
-        make([], SHAPE)
-    with pytest.raises(ValueError, match="blocksize must be one of"):
-        opt.moe.QuantizedExperts(SHAPE, blocksize=48)
-    with pytest.raises(ValueError, match="quant_type must be one of"):
-        opt.moe.QuantizedExperts(SHAPE, quant_type="int4")
-    with pytest.raises(ValueError, match=r"shape \(E, N, K\)"):
-        opt.moe.QuantizedExperts((5, 0, 4))
+    kind, stack = opt.moe.QuantizedExperts, draw(SHAPE).unbind(0)
+    for words, call in (
+        ("holds 4 of 5", lambda: kind.from_experts(stack[:4], SHAPE)),
+        ("expected 5 experts", lambda: kind.from_experts([*stack, stack[0]], SHAPE)),
+        (r"expert 0 has shape \(24, 39\)", lambda: kind.from_experts([stack[0][:, 1:]], SHAPE)),
+        ("experts is empty", lambda: kind.from_experts([], SHAPE)),
+        ("blocksize must be one of", lambda: kind(SHAPE, blocksize=48)),
+        ("quant_type must be one of", lambda: kind(SHAPE, quant_type="int4")),
+        (r"shape \(E, N, K\)", lambda: kind((5, 0, 4))),
+        ("num_experts must be at least 1, got 0", lambda: opt.moe.choose_strategy(3, 0)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_each_expert_is_released_before_the_next_is_read(opt):
@@ -313,31 +310,36 @@ def test_shape_comes_from_the_caller_where_the_state_has_none(weights):
 @pytest.mark.sees_defect("formats that nobody knows are returned whole")
 def test_unknown_formats_are_refused(weights):
     module = nn.Module()
-    module.down_proj = nn.Parameter(torch.zeros(2, 3, 4).to(torch.float8_e4m3fn), False)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn \(2, 3, 4\)"):
-        weights.expert_weight(module, "down_proj")
-    module.down_proj = nn.Parameter(torch.zeros(12, 1, dtype=torch.uint8), False)
-    with pytest.raises(ValueError, match="neither a dense weight"):
-        weights.expert_weight(module, "down_proj")
-    packed, _ = parametrized(SHAPE)
-    packed.parametrizations["gate_up_proj"].append(nn.Identity())
-    with pytest.raises(
-        ValueError, match=r"Bnb4bitParametrization, Identity.*use_in_transformers\(model\)"
+    module.float8 = nn.Parameter(torch.zeros(2, 3, 4).to(torch.float8_e4m3fn), False)
+    module.bytes = nn.Parameter(torch.zeros(12, 1, dtype=torch.uint8), False)
+    for name, words in (
+        ("float8", r"float8_e4m3fn \(2, 3, 4\)"),
+        ("bytes", "neither a dense weight"),
+        ("gate_up", r"name=.gate_up. of Module is NoneType: neither"),
     ):
-        weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(SHAPE, nested=True)
-    packed.parametrizations["gate_up_proj"][0].quant_state.state2.blocksize = 128
-    with pytest.raises(ValueError, match="in blocks of 128"):
-        weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(SHAPE)
-    packed.parametrizations["gate_up_proj"][0].quant_state.quant_type = "int4"
-    with pytest.raises(ValueError, match="quant_type must be one of"):
-        weights.expert_weight(packed, "gate_up_proj")
-    packed, _ = parametrized(SHAPE)
-    state = packed.parametrizations["gate_up_proj"][0].quant_state
-    state.absmax = state.absmax.to("meta")
-    with pytest.raises(ValueError, match="absmax on meta, but the packed bytes are on cpu"):
-        weights.expert_weight(packed, "gate_up_proj")
+        with pytest.raises(ValueError, match=words):
+            weights.expert_weight(module, name)
+
+
+UNREAD = {  # what is said: whether the scales are nested, and what is changed of the state
+    "in blocks of 128": (True, lambda state: setattr(state.state2, "blocksize", 128)),
+    "quant_type must be one of": (False, lambda state: setattr(state, "quant_type", "int4")),
+    "absmax on meta, but the packed bytes are on cpu": (
+        False,
+        lambda state: setattr(state, "absmax", state.absmax.to("meta")),
+    ),
+    r"Bnb4bitParametrization, Identity.*use_in_transformers\(model\)": (False, None),
+}
+
+
+@pytest.mark.parametrize("words", UNREAD)
+def test_unknown_states_of_bitsandbytes_are_refused(weights, words):
+    nested, change = UNREAD[words]
+    module, _ = parametrized(SHAPE, nested=nested)
+    entry = module.parametrizations["gate_up_proj"]
+    change(entry[0].quant_state) if change else entry.append(nn.Identity())
+    with pytest.raises(ValueError, match=words):
+        weights.expert_weight(module, "gate_up_proj")
 
 
 def test_dense_weights_pass_through(weights):
@@ -349,31 +351,22 @@ def test_dense_weights_pass_through(weights):
 def test_record_checks_its_sizes(weights):
     nf4 = weights.format_of("nf4", blocksize=32)
     good = {"packed": torch.zeros(24, dtype=torch.uint8), "absmax": torch.zeros(2)}
-    weights.QuantizedWeight(nf4, good, (2, 4, 6))
-    with pytest.raises(ValueError, match="packed must be 25 bytes"):
-        weights.QuantizedWeight(nf4, good, (2, 5, 5))
-    with pytest.raises(ValueError, match=r"shape \(E, N, K\)"):
-        weights.QuantizedWeight(nf4, good, (8, 6))
-    with pytest.raises(ValueError, match="strategy must be one of"):
-        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="best")
-    with pytest.raises(ValueError, match=r'strategy="resident" .* is gone.*use "chunked"'):
-        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="resident")
+    record = weights.QuantizedWeight(nf4, good, (2, 4, 6))
     with pytest.raises(ValueError, match="only dimensions 1 and 2"):
-        weights.QuantizedWeight(nf4, good, (2, 4, 6)).transpose(0, 1)
-    with pytest.raises(ValueError, match=r"tensors must be those named \['packed', 'absmax'\]"):
-        weights.QuantizedWeight(nf4, {"absmax": good["absmax"]}, (2, 4, 6))
-    with pytest.raises(TypeError, match=r"tensors\['absmax'\] must be a dense tensor, got list"):
-        weights.QuantizedWeight(nf4, {**good, "absmax": [0.0, 0.0]}, (2, 4, 6))
-
-
-def test_a_weight_that_is_not_there(weights):
-    with pytest.raises(ValueError, match=r"name=.gate_up. of Module is NoneType: neither"):
-        weights.expert_weight(nn.Module(), "gate_up")
-
-
-def test_no_strategy_for_no_experts(opt):
-    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
-        opt.moe.choose_strategy(3, 0)
+        record.transpose(0, 1)
+    for words, changes in (
+        ("packed must be 25 bytes", {"stored": (2, 5, 5)}),
+        (r"shape \(E, N, K\)", {"stored": (8, 6)}),
+        ("strategy must be one of", {"strategy": "best"}),
+        (r'strategy="resident" .* is gone.*use "chunked"', {"strategy": "resident"}),
+        (r"must be those named \['packed', 'absmax'\]", {"tensors": {"absmax": good["absmax"]}}),
+        (
+            r"tensors\['absmax'\] must be a dense .*list",
+            {"tensors": {**good, "absmax": [0.0, 0.0]}},
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            weights.QuantizedWeight(nf4, **{"tensors": good, "stored": (2, 4, 6)} | changes)
 
 
 ROUTINGS = {
