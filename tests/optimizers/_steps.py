@@ -37,13 +37,15 @@ class PlainMuon:
     row_equilibration: bool = False
     renormalize: bool = False
     beta2: float | None = None
-    adjust_lr_fn: str = "match_rms_adamw"
+    adjust_lr_fn: str | Callable = "match_rms_adamw"
     weight_decay: float = 0.1
     cautious: bool = False
     shaped_decay: bool = False
+    iterate: Callable[[Tensor], Tensor] | None = None  # instead of Polar Express
     state: dict[str, Tensor] = field(default_factory=dict)
 
-    def step(self, opt, grad: Tensor) -> None:
+    def step(self, opt, grad: Tensor) -> tuple[Tensor, float, float]:
+        """The update that it took off, the rate and the decay."""
         mu = self.momentum
         new = 1 - mu if self.momentum_form == "ema" else 1
         buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
@@ -51,20 +53,28 @@ class PlainMuon:
         direction = new * grad + mu * buffer if self.nesterov else buffer
         if self.row_equilibration:
             direction = direction / direction.norm(dim=1, keepdim=True)
-        update = polar_express(opt, direction, self.ns_steps, self.rows, self.prefactor)
+        if self.iterate is not None:
+            update = self.iterate(direction)
+        else:
+            update = polar_express(opt, direction, self.ns_steps, self.rows, self.prefactor)
         if self.renormalize:
             update *= math.sqrt(min(self.param.shape)) / update.norm()
         if self.beta2 is not None:
             update = self._evened_out(update)
-        rows, columns = self.param.shape
-        original = math.sqrt(max(1.0, rows / columns))
-        rms = 0.2 * math.sqrt(max(rows, columns))
-        spectral = math.sqrt(rows / columns)
-        factors = {"original": original, "match_rms_adamw": rms, "spectral": spectral}
-        rate = self.lr * factors[self.adjust_lr_fn]
+        rate = self._rate(*self.param.shape)
         mask = (update * self.param >= 0) | (not self.cautious)
         decay = (rate if self.shaped_decay else self.lr) * self.weight_decay
         self.param -= rate * update + decay * self.param * mask
+        return update, rate, decay
+
+    def _rate(self, rows: int, columns: int) -> float:
+        if callable(self.adjust_lr_fn):
+            return float(self.adjust_lr_fn(self.lr, rows, columns))
+        original = math.sqrt(max(1.0, rows / columns))
+        rms = 0.2 * math.sqrt(max(rows, columns))
+        spectral = math.sqrt(rows / columns)
+        factors = {"original": original, "match_rms_adamw": rms, "spectral": spectral, "none": 1.0}
+        return self.lr * factors[self.adjust_lr_fn]
 
     def _evened_out(self, update: Tensor) -> Tensor:
         """NorMuon's variance reduction: along the longer side, keeping the norm."""

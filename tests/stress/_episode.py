@@ -1,7 +1,8 @@
 """Episodes, and one step of one parameter in float64, with dense products and nothing shared.
 
-It restates from the documentation how a parameter is cut into matrices and takes the arithmetic
-from the package's `reference/`, which the optimizers do not use where they have kernels.
+It restates from the documentation how a parameter is cut into matrices. Their rule is PlainMuon's;
+AdamW's arithmetic is the package's `reference/`, which the optimizers do not use where they have
+kernels.
 
 An episode is steps of one optimizer to which things happen, beside a twin that is left alone.
 """
@@ -13,7 +14,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from ..optimizers._steps import PlainMuon
 from ..orthogonalize._matrices import exact
 from . import _events
 from ._problem import (
@@ -37,79 +38,64 @@ from ._problem import (
 HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Expected:
-    value: Tensor  # float64, before it is rounded to the parameter's dtype
-    slack: Tensor | float  # what the iteration's dtype may change
-    state: dict[str, Tensor]
+RULE = ("lr", "momentum", "nesterov", "momentum_form", "beta2", "adjust_lr_fn", "weight_decay")
+RULE += ("cautious", "shaped_decay")
 
 
 class SlowStep:
-    """The step of a package `opt`."""
+    """The step of a package `opt`: a parameter's value in float64, and how far off it may be."""
 
     def __init__(self, opt: Any, submodule: Any) -> None:
         self.opt, self.submodule = opt, submodule
-        self.update = submodule("reference.update")
         self.rounding = submodule("reference.rounding")
 
     def value(self, param: Tensor, state: dict[str, Tensor]) -> Tensor:
         """A parameter with what rounding kept of it, in float64."""
         return self.rounding.load(param, state.get("rounding_residual")).double().contiguous()
 
-    def adamw(self, param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> Expected:
+    def adamw(
+        self, param: Tensor, state: dict[str, Tensor], options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         value = self.value(param, state)
-        kept = {key: state[key].double() for key in ("exp_avg", "exp_avg_sq", "step")}
         old = value.clone()
-        self.update.adamw(
+        self.submodule("reference.update").adamw(
             value,
             param.grad.double(),
-            *(kept[key] for key in ("exp_avg", "exp_avg_sq", "step")),
-            lr=number(options["lr"]),
+            *(state[key].double() for key in ("exp_avg", "exp_avg_sq", "step")),
+            lr=options["lr"],
             betas=options["betas"],
             eps=options["eps"],
-            weight_decay=number(options["weight_decay"]),
+            weight_decay=options["weight_decay"],
         )
-        slack = 1e-4 * (value - old).abs() + 1e-5 * number(options["lr"]) + 1e-6 * old.abs()
-        return Expected(value, slack, kept)
+        return value, 1e-4 * (value - old).abs() + 1e-5 * options["lr"] + 1e-6 * old.abs()
 
     def muon(
         self, name: str, param: Tensor, state: dict[str, Tensor], options: dict[str, Any]
-    ) -> Expected:
-        value, buffer = self.value(param, state), state["momentum_buffer"].double().contiguous()
-        direction = self.update.momentum(
-            param.grad.double().contiguous(),
-            buffer,
-            options["momentum"],
-            nesterov=options["nesterov"],
-            ema=options["momentum_form"] == "ema",
-        )
-        kept = {"momentum_buffer": buffer}
-        moments = state.get("second_momentum_buffer")
+    ) -> tuple[Tensor, Tensor]:
+        value, grad = self.value(param, state), param.grad.double().contiguous()
+        old, slack = value.clone(), torch.zeros_like(value)
+        buffer, at = state["momentum_buffer"].double().contiguous(), 0
+        rule = {key: options[key] for key in RULE}
+        rule["iterate"] = lambda x: self.orthogonal(x, options, param.dtype)
+        tolerance = 0.1 if options["dtype"] in HALF else 1e-3
         if options["beta2"] is not None:
-            kept["second_momentum_buffer"] = moments = moments.double()
-        slack = torch.zeros_like(value)
-        at = 0
+            moments, tolerance = state["second_momentum_buffer"].double().view(-1), 1e-2
         for block in blocks_of(name, value, options):
             m, n = block(value).shape
             if not m * n:
                 continue
-            update = self.orthogonal(block(direction), options, param.dtype)
-            loose = update.abs().max() * (1e-3 if options["dtype"] not in HALF else 0.1)
+            kept = {"momentum": block(buffer)}
             if options["beta2"] is not None:
                 size = max(m, n)
-                place = moments.view(-1)[at : at + size].view((m, 1) if m >= n else (1, n))
-                update = self.update.variance_reduction(update, place, options["beta2"])
-                loose = update.abs().max() * 1e-2
+                kept["second"] = moments[at : at + size].view((m, 1) if m >= n else (1, n))
                 at += size
-            rate, decay = rates(options, m, n)
-            self.update.apply_update(
-                block(value), update, lr=rate, decay=decay, cautious=options["cautious"]
-            )
-            old = block(self.value(param, state))
-            block(slack).copy_(rate * loose + 1e-6 * old.abs())
+            taken = PlainMuon(block(value), state=kept, **rule).step(self.opt, block(grad))
+            update, rate, decay = taken
+            loose = update.abs().max() * tolerance
+            block(slack).copy_(rate * loose + 1e-6 * block(old).abs())
             if options["cautious"]:  # the sign of an update near zero decides the decay
-                block(slack).add_(decay * old.abs() * (update.abs() <= loose))
-        return Expected(value, slack, kept)
+                block(slack).add_(decay * block(old).abs() * (update.abs() <= loose))
+        return value, slack
 
     def orthogonal(self, matrix: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
         return exact(
@@ -146,22 +132,6 @@ def blocks_of(name: str, value: Tensor, options: dict[str, Any]) -> list[Any]:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.view(len(tensor), math.prod(tensor.shape[1:]))
-
-
-def rates(options: dict[str, Any], m: int, n: int) -> tuple[float, float]:
-    lr, rule = number(options["lr"]), options["adjust_lr_fn"]
-    factor = {
-        "none": 1.0,
-        "match_rms_adamw": 0.2 * math.sqrt(max(m, n)),
-        "original": math.sqrt(max(1.0, m / n)),
-        "spectral": math.sqrt(m / n),
-    }
-    rate = float(rule(lr, m, n)) if callable(rule) else lr * factor[rule]
-    return rate, (rate if options["shaped_decay"] else lr) * number(options["weight_decay"])
-
-
-def number(value: Any) -> float:
-    return float(value)
 
 
 EVENT_RATE = 0.6
@@ -275,6 +245,7 @@ class Episode(Pair):
                 if key.startswith(f"{name}: ")
             }
             options = dict(before.groups[int_of(self.twin, group)])
+            options |= {key: float(options[key]) for key in ("lr", "weight_decay")}
             if not given.muon:
                 options |= {key: options.get(f"adamw_{key}", options.get(key)) for key in ADAMW}
                 cycled = options.get("momentum")  # by a scheduler
@@ -291,15 +262,15 @@ class Episode(Pair):
             elif param.dtype in HALF:
                 state.setdefault("rounding_residual", torch.zeros_like(old, dtype=torch.int16))
             if not given.muon:
-                expected = self.slow.adamw(old, state, options)
+                expected, slack = self.slow.adamw(old, state, options)
             elif not self._served(state, options):
                 continue
             else:
-                expected = self.slow.muon(name, old, state, options)
+                expected, slack = self.slow.muon(name, old, state, options)
             kept = {k: v for k, v in now.items() if k in state}
             found = self.slow.value(param, kept)
-            slack = torch.as_tensor(expected.slack) + step_of(param, options) + 1e-30
-            away = ((found - expected.value).abs() - slack).max().item() if param.numel() else 0.0
+            slack = slack + step_of(param, options) + 1e-30
+            away = ((found - expected).abs() - slack).max().item() if param.numel() else 0.0
             if away > 0:
                 shown = {k: v for k, v in options.items() if k != "params"}
                 self.happened.append(f"options of {name}: {shown}")
