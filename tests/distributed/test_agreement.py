@@ -287,22 +287,27 @@ def change(optimizer, case: str, value: Any) -> None:
         group[name] = value
 
 
+def changed_midway(opt, held: str, changes: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Per option that one rank changes before the second step, the outcomes of all steps."""
+    found = {}
+    for case, value in changes.items():
+        optimizer, params = made(opt, held)
+        found[case] = []
+        for step in range(steps):
+            give(held, params, step)
+            if step == 1:
+                change(optimizer, case, value)
+            found[case].append(outcome(optimizer, params))
+    return found
+
+
 @pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
 @on_ranks(2)
 def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(opt, held) -> None:
     changes = {f"0 {name}": value for name, value in MUON.items() if name != "momentum_dtype"}
     changes |= {"0 no beta2": None, "0 Tensor lr": torch.tensor(0.2)}
     changes |= {f"1 {name}": value for name, value in ADAMW.items()}
-    found = {}
-    for case, value in changes.items():
-        optimizer, params = made(opt, held)
-        found[case] = []
-        for step in range(3):
-            give(held, params, step)
-            if step == 1:
-                change(optimizer, case, value)
-            found[case].append(outcome(optimizer, params))
-    for case, steps in found.items():
+    for case, steps in changed_midway(opt, held, changes, 3).items():
         assert steps[0] == ("none", True)
         for message, written in steps[1:]:
             assert f"{case.split()[-1]} (here " in message, case
@@ -313,18 +318,10 @@ def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(opt
 @on_ranks(2)
 def test_on_a_device_the_next_step_writes_nothing(opt, held) -> None:
     """The step that differs is queued, and no other one until state is loaded."""
-    found = {}
-    names = ("0 lr", "0 momentum", "0 beta2", "0 ns_steps", "1 eps")
-    for case, value in zip(names, (0.2, 0.9, 0.9, 3, 1e-6), strict=True):
-        found[case] = []
-        with pytest.MonkeyPatch.context() as patch:
-            answers_that_come_later(opt, patch)
-            optimizer, params = made(opt, held)
-            for step in range(4):
-                give(held, params, step)
-                if step == 1:
-                    change(optimizer, case, value)
-                found[case].append(outcome(optimizer, params))
+    changes = {"0 lr": 0.2, "0 momentum": 0.9, "0 beta2": 0.9, "0 ns_steps": 3, "1 eps": 1e-6}
+    with pytest.MonkeyPatch.context() as patch:
+        answers_that_come_later(opt, patch)
+        found = changed_midway(opt, held, changes, 4)
     for case, steps in found.items():
         assert steps[:2] == [("none", True)] * 2
         assert f"{case.split()[-1]} (here " in steps[2][0]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from .._compare import assert_error_at_most, assert_same_tensors
 from ..conftest import ROOT
 from ..examples.test_examples import corpus  # noqa: F401 - a fixture
 from ..optimizers._steps import TinyTransformer, language_loss
@@ -166,15 +167,8 @@ def stacks(model: Any) -> dict[str, Any]:
         for name, parameter in model.named_parameters()
         if name.endswith(("gate_up_proj", "down_proj"))
     }
+    assert named
     return {name: whole(value).clone() for name, value in named.items()}
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    from .._compare import assert_same_bits
-
-    assert found.keys() == expected.keys() and found
-    for name, value in expected.items():
-        assert_same_bits(found[name], value)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,6 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @on_ranks()
 def test_merging_writes_into_the_shards(opt: Any, world: int, how: str) -> None:
     """Of four ranks the last one holds none of the five experts."""
-    from .._compare import assert_error_at_most
     from ..integrations.test_transformers import FP32
 
     alone = model_of(opt)
@@ -196,10 +189,10 @@ def test_merging_writes_into_the_shards(opt: Any, world: int, how: str) -> None:
     opt.integrations.merge_lora(model, keep_on="cpu")
     merged = stacks(alone)
     assert any((merged[name] != before[name]).any() for name in merged)
-    assert_equal(stacks(model), merged)
+    assert_same_tensors(stacks(model), merged)
     assert_error_at_most(logits(model), adapted, FP32)
     opt.integrations.unmerge_lora(model)
-    assert_equal(stacks(model), before)
+    assert_same_tensors(stacks(model), before)
     assert_error_at_most(logits(model), adapted, FP32)
 
 
@@ -212,7 +205,7 @@ def test_what_one_rank_cannot_merge_no_rank_merges(opt: Any) -> Any:
             last.to_local()[0, 0] = float("nan")
     before = stacks(model)
     message = message_of(lambda: opt.integrations.merge_lora(model))
-    assert_equal(stacks(model), before)
+    assert_same_tensors(stacks(model), before)
     assert message.startswith("ValueError: ") and "NaN or inf" in message
     return message
 
@@ -234,7 +227,7 @@ def test_an_adapter_in_shards_is_saved_as_a_whole_one(opt: Any, how, modules, tm
         before = stacks(model)
         with pytest.raises(ValueError, match="sharded over ranks, where PEFT does not merge"):
             opt.integrations.merge_lora(model)
-        assert_equal(stacks(model), before)
+        assert_same_tensors(stacks(model), before)
     assert found == ["adapter_config.json", "adapter_model.safetensors"]
 
 
@@ -293,7 +286,6 @@ def test_lora_comes_before_the_shards(opt: Any, tmp_path) -> Any:
 
 @on_ranks(2)
 def test_gradients_under_fsdp2_are_those_of_one_process(opt: Any) -> None:
-    from .._compare import assert_error_at_most
     from ..integrations._models import tokens
     from ..integrations.test_transformers import FP32
 
