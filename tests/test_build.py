@@ -109,18 +109,14 @@ def test_capabilities_become_nvcc_flags(capability: str, flags: list[str]):
     assert tool("local_build.compilation").gencode_flags(capability) == flags
 
 
-def test_nothing_changed_compiles_nothing_and_leaves_the_variant_alone(checkout: Path):
+def test_nothing_changed_compiles_nothing_and_a_build_from_nothing_is_the_same(checkout: Path):
     variant = variant_of(checkout)
-    before = variant.stat()
+    before, metadata = variant.stat(), metadata_of(variant)
     assert f"unchanged, 0 compiled, {OBJECTS} reused" in cpu_build(checkout)
     after = variant.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_a_build_from_nothing_gives_the_same_bytes(checkout: Path):
-    before = metadata_of(variant_of(checkout))
     assert f"written, {OBJECTS} compiled, 0 reused" in cpu_build(checkout, "--clean")
-    assert metadata_of(variant_of(checkout)) == before
+    assert metadata_of(variant_of(checkout)) == metadata
 
 
 def test_python_is_copied_and_only_the_binding_is_compiled(checkout: Path):
@@ -415,13 +411,18 @@ def torch_built_with(cuda: str | None):
     return tool("local_build.toolchain").Torch(version, Path("/nowhere/torch"), cuda)
 
 
-def test_another_toolkit_than_asked_for_is_refused(toolkits, tmp_path: Path):
-    toolchain = toolkits(home := fake_toolkit(tmp_path, "12.6"))
-    with refused(r"--cuda-version 13\.0 but .* is 12\.6"):
-        toolchain.find_cuda("13.0", torch_built_with("13.0"))
-    (home / "lib64" / "libcudart.so.12").unlink()
+def test_the_toolkit_that_is_taken(toolkits, tmp_path: Path):
+    """One that does not suit is passed over, unless it is named; another than named is refused."""
+    homes = [fake_toolkit(tmp_path / release, release) for release in ("12.8", "13.2", "13.0")]
+    toolchain, torch = toolkits(*homes), torch_built_with("13.0")
+    assert toolchain.find_cuda(None, torch).home == homes[2]
+    assert toolchain.find_cuda("13.2", torch).home == homes[1]
+    toolchain = toolkits(homes[0])
+    with refused(r"--cuda-version 13\.0 but .* is 12\.8"):
+        toolchain.find_cuda("13.0", torch)
+    (homes[0] / "lib64" / "libcudart.so.12").unlink()
     with refused(r"libcudart\.so\.12 is missing"):
-        toolchain.find_cuda(None, torch_built_with("12.6"))
+        toolchain.find_cuda(None, torch_built_with("12.8"))
 
 
 @pytest.mark.parametrize(
@@ -462,13 +463,6 @@ def test_a_toolkit_must_suit_the_installed_torch(
             [variant], client, "x86_64", "linux", Version("2.13"), True, None
         )
         assert bool(accepted) == loads
-
-
-def test_a_toolkit_that_does_not_suit_is_passed_over(toolkits, tmp_path: Path):
-    homes = [fake_toolkit(tmp_path / release, release) for release in ("12.8", "13.2", "13.0")]
-    toolchain = toolkits(*homes)
-    assert toolchain.find_cuda(None, torch_built_with("13.0")).home == homes[2]
-    assert toolchain.find_cuda("13.2", torch_built_with("13.0")).home == homes[1]
 
 
 @pytest.mark.parametrize(
