@@ -65,9 +65,3 @@ def test_a_command_counts_anew(project, run) -> None:
     assert ledger.read_text() == RIGHT
     status, output = run("tests/one", "--count-gpu-tests")
     assert status == pytest.ExitCode.USAGE_ERROR and "counts a whole run" in output
-
-
-def test_a_part_of_the_tests_is_not_compared(project, run) -> None:
-    (project / "tests" / "gpu_tests.txt").write_text("")
-    for part in (["tests/one"], ["tests", "-k", "anywhere"], ["tests", "--ignore", "tests/two"]):
-        assert run(*part)[0] == 0

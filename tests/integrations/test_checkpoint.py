@@ -380,9 +380,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), FAULTS, ids=[str(changes) for changes, _ in FAULTS]
-)
+@pytest.mark.parametrize(("changes", "message"), FAULTS, ids=[message for _, message in FAULTS])
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
     opt, submodule, device, changes, message, tmp_path
 ) -> None:
