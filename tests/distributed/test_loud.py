@@ -140,6 +140,10 @@ class Failing(SharedMemory):
             raise torch.OutOfMemoryError("no room for an arena")
         return SharedMemory.allocate(size, device)
 
+    @staticmethod
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for messages")
+
     @classmethod
     def mapped(cls, memory: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
         buffers, keep = SharedMemory.mapped(memory, group)
@@ -347,6 +351,8 @@ def auto_cannot(opt: Any, at: str, config: dict[str, Any]) -> tuple[str, set[str
     Failing.at, params = at, on_all("S0")
     with pytest.MonkeyPatch.context() as patch, messages_of(policy.logger) as lines:
         patch.setattr(transport.GroupTransport, "memory", Failing)
+        if at == "calibration" and distributed.get_rank() == 1:
+            patch.setattr(transport.GroupTransport, "_room_for", Failing.no_room)
         patch.setattr(policy, "LINK_RATE", 1e15)
         config = {"timeout_ms": 500, **config}
         optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**config))
@@ -359,10 +365,11 @@ def auto_cannot(opt: Any, at: str, config: dict[str, Any]) -> tuple[str, set[str
 
 @pytest.mark.dist
 @pytest.mark.sees_defect('what fails while memory is set up for "auto" is silent')
-@pytest.mark.parametrize("what", ["no room", "rendezvous failed", "few slots"])
+@pytest.mark.parametrize("what", ["no room", "rendezvous failed", "few slots", "calibration"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_auto_says_what_fails(ranks, what, strict) -> None:
-    at, options, said = NOT_THERE[what]
+    no_messages = "no room to calibrate (rank 1: OutOfMemoryError: no room for messages)"
+    at, options, said = NOT_THERE.get(what, (what, {}, no_messages))
     found = ranks(2).run(auto_cannot, at, {**options, "strict": strict})
     raised, (reason,), lines = same_everywhere(found)
     assert said in reason

@@ -69,6 +69,15 @@ def test_zero_matrices_give_zeros(opt, device, method) -> None:
         assert torch.count_nonzero(result[0]) and torch.count_nonzero(result[2])
 
 
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_the_default_device_changes_nothing(opt, device, method) -> None:
+    """Small tensors are made where they are read, also the scalars that an op takes."""
+    x = gaussian(2, 16, 24).to(device)
+    expected = opt.orthogonalize(x, method, dtype=torch.float16)
+    with torch.device("meta"):
+        assert torch.equal(opt.orthogonalize(x, method, dtype=torch.float16), expected)
+
+
 @pytest.mark.parametrize(
     "shape", [(0, 4), (4, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str
 )

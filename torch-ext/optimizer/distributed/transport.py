@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from .message_layout import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
 from .policy import (
+    Planned,
     Row,
     Sizes,
     Traffic,
@@ -134,6 +136,7 @@ class GroupTransport(AllToAll):
         self._direct: PeerToPeer | CopyEngineCollectives | None = None
         self._arena: Arena | None = None
         self._traffic: Traffic | None = None
+        self._device = torch.device("cpu")  # of the messages
         self._options = TransportOptions()  # as all ranks understand them
         self._reasons: dict[int, str] = {}  # of the exchanges of a plan, why they go as they do
         self._setup_ms = 0.0
@@ -218,7 +221,7 @@ class GroupTransport(AllToAll):
             alone = no_peers(traffic.device)
         if alone is None and not together:
             return self._go_on(traffic)
-        self._traffic, self._setup_ms = traffic, 0.0
+        self._traffic, self._device, self._setup_ms = traffic, traffic.device, 0.0
         self._leave()
         if alone is not None:  # every rank says so, without a word from the others
             return self._collectives_because(alone)
@@ -266,6 +269,7 @@ class GroupTransport(AllToAll):
         self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int
     ) -> Arena | str:
         """An arena for other uses, which all ranks make together; or why there is none."""
+        self._device = device
         said = self._said(((slots, slot_bytes), _attempt(lambda: dict(self.memory.facts(device)))))
         sizes = [size for size, _ in said]
         if len({*sizes}) > 1:
@@ -375,7 +379,11 @@ class GroupTransport(AllToAll):
         self._direct = PeerToPeer(self._arena, offsets)
         why, is_faster = "asked for", True
         if options.transport == "auto":
-            is_faster, why = self._calibrated(max(taken, key=sizes.largest))
+            largest = exchanges[max(taken, key=sizes.largest)]
+            room, error = _attempt(lambda: self._room_for(largest))
+            if (reason := self._first(error, "no room to calibrate")) is not None:
+                return reason
+            is_faster, why = self._calibrated(largest, *room)
         if not is_faster:
             self._collectives_because(why)
             return None
@@ -415,13 +423,16 @@ class GroupTransport(AllToAll):
         seen = "handshake mismatch: look at the other ranks, or give timeout_ms more"
         return self._first(error or wrong, seen)
 
-    def _calibrated(self, number: int) -> tuple[bool, str]:
-        """Time the largest exchange both ways: whether p2p is faster by rank 0's clock."""
-        assert self._traffic is not None and self._direct is not None
-        one = self._traffic.exchanges[number]
-        device = self._traffic.device
-        outbox = torch.zeros(one.going.size, dtype=torch.uint8, device=device)
-        inbox = torch.zeros(one.coming.size, dtype=torch.uint8, device=device)
+    def _room_for(self, one: Planned) -> list[Tensor]:
+        """The two messages of an exchange, of zeros, in memory that is not shared."""
+        device = self._device
+        sizes = one.going.size, one.coming.size
+        return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    def _calibrated(self, one: Planned, outbox: Tensor, inbox: Tensor) -> tuple[bool, str]:
+        """Time an exchange both ways: whether p2p is faster by rank 0's clock."""
+        assert self._direct is not None
+        device = self._device
         lease = self._direct.inbox(one.coming)
         assert lease is not None
         best = []
@@ -481,7 +492,10 @@ class GroupTransport(AllToAll):
         from torch import distributed
 
         said: list[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(said, value, group=self.group)
+        # NCCL sends objects from the current device, which may be another rank's.
+        on = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with on:
+            distributed.all_gather_object(said, value, group=self.group)
         return said
 
 

@@ -179,7 +179,7 @@ def square_diagonal(
     wide = torch.promote_types(A.dtype, torch.float32)
     norms = torch.linalg.vector_norm(A, dim=-1, dtype=wide)
     total = torch.addcmul(C, norms, norms, value=alpha / beta)  # in the wider dtype
-    torch.add(torch.tensor(delta, dtype=wide), total, alpha=beta, out=out)
+    torch.add(torch.tensor(delta, dtype=wide, device="cpu"), total, alpha=beta, out=out)
 
 
 def matrix_norm(x: torch.Tensor, order: float = 2) -> torch.Tensor:

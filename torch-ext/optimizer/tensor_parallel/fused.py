@@ -251,11 +251,14 @@ def _scaled_by_columns(
     group: str,
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Products of every rank's columns as they arrive, in out_dtype, and their sums in float32.
+    """Products of every rank's columns as they arrive, and their sums in float32.
 
-    torch's operation leaves the scales out here; what brings the columns is its own.
+    torch's operation leaves the scales out here; what brings the columns is its own. Rowwise
+    products of float8 are in bfloat16 alone; others stay in float32 until they are added, since a
+    part can be above what float16 holds where the whole is not.
     """
     world = resolved(group).size()
+    part_dtype = out_dtype if a_scale.ndim else torch.float32
     # Rowwise products take packed operands: (W, N, k), of which a transpose has packed columns.
     weights = [b.t().reshape(b.shape[1], world, -1).transpose(0, 1).contiguous() for b in bs]
     gathered = a.new_empty((world * a.shape[0], a.shape[1]))
@@ -264,7 +267,7 @@ def _scaled_by_columns(
 
     def add(part: Tensor, rank: int) -> None:  # on two streams by turns
         products = [
-            scaled_product(part, weight[rank].t(), a_scale, b_scale, out_dtype, fast_accum)
+            scaled_product(part, weight[rank].t(), a_scale, b_scale, part_dtype, fast_accum)
             for weight, b_scale in zip(weights, b_scales, strict=True)
         ]
         added.wait()
