@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -114,6 +115,10 @@ def test_param_names_are_those_that_torch_keeps(opt, name) -> None:
     with pytest.raises(ValueError, match=r"group 2 has no names and group 0 has.*give \(name, "):
         optimizer.add_param_group({"params": [later], "use_muon": True})
     assert len(optimizer.param_groups) == 2
+    unnamed = getattr(opt, name)(marked(list(named.values()), 1), **kwargs)
+    unnamed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"group 2 has no names and group 0 has.*give \(name, "):
+        unnamed.add_param_group({"params": [later], "use_muon": True})
 
 
 def fused(*entries: tuple[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
@@ -121,8 +126,9 @@ def fused(*entries: tuple[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor
     return list(zip(names, parameters(list(shapes)), strict=True))
 
 
-def test_fused_projections_of_names_are_split(opt, device, caplog) -> None:
-    """As by get_default_muon_param_groups, as far as a name and a shape tell."""
+def test_fused_projections_of_names_are_split(opt, submodule, device, caplog) -> None:
+    """As by get_default_muon_param_groups, as far as a name and a shape tell; a guess is said."""
+    submodule("dispatch").say_once.cache_clear()
     named = fused(
         ("h.0.attn.c_attn.weight", (12, 4)),
         ("h.0.mlp.gate_up_proj.weight", (10, 4)),
@@ -142,6 +148,13 @@ def test_fused_projections_of_names_are_split(opt, device, caplog) -> None:
     assert f"fused projections are cut, by their names: {sizes}" in caplog.text
     assert optimizer.param_groups[0]["split_sizes"] == sizes
     assert "looks fused" not in caplog.text
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert re.match(
+        r"h\.0\.attn\.c_attn\.weight \(12, 4\) is cut into \(4, 4, 4\).*default_muon.*split_sizes",
+        record.getMessage(),
+    )
+    opt.Muon(named)  # says it no second time
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
     for told in ({"use_muon": True}, {"num_heads": 1}, {"transposed": True}):
         kept = opt.Muon([{"params": named[:1], **told}])
         assert kept.param_groups[0]["split_sizes"] is None
@@ -353,12 +366,18 @@ def test_a_third_argument_by_position(opt, name) -> None:
     params = parameters([(4, 3)])
     with pytest.raises(TypeError, match=rf"^{name} takes only .* got 0.95 as a third.* by name"):
         getattr(opt, name)(params, 0.02, 0.95)
+    with pytest.raises(TypeError, match=rf"^{name} takes only .* got a list as a third.* by name"):
+        getattr(opt, name)(params, 0.02, params)
 
 
 def test_moonlights_constructor(opt) -> None:
     params = parameters([(12, 4), (5,)], dtype=torch.float64)
     with pytest.raises(TypeError, match=r"for Moonlight's update write Muon\(\[\{'params': muon_p"):
         opt.Muon(lr=1e-3, wd=0.1, muon_params=params[:1], adamw_params=params[1:])
+    with pytest.raises(
+        TypeError, match=r"^Muon takes parameters .* got 0\.001; for Moonlight's up"
+    ):
+        opt.Muon(1e-3, 0.1, params[:1])
     optimizer = opt.Muon(
         marked(params, 1), lr=1e-3, weight_decay=0.1, ns_coefficients="keller_jordan"
     )

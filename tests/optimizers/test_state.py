@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import parameters, train, values
+from ._steps import new_gradients, parameters, train, values
 
 NAMES = ["experts.w", "qkv", "wide", "conv", "table", "bias"]
 SHAPES = [(3, 4, 6), (12, 4), (4, 12), (4, 2, 2, 2), (7, 3), (5,)]
@@ -206,7 +206,7 @@ FAULTS = {
         lambda s: s["param_groups"][1].update(use_muon=True),
         "group 1: the saved group is of kind 'muon', this one of 'adamw'",
     ),
-    "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1: 'use_muon' is"),
+    "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1 has no 'use_muon'"),
     "no parameters": (
         lambda s: s["param_groups"][0].pop("params"),
         "saved group 0 has no 'params'",
@@ -508,3 +508,73 @@ def test_a_step_of_zeros_drops_gradients_where_steps_do(opt, device) -> None:
     param.grad = torch.zeros_like(param)
     opt.Muon([param], lr=0.0, none_grad=True).step()
     assert param.grad is None
+
+
+WRAPPED = ["module.", "_orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module."]
+
+
+def of_names(opt, prefix: str = "", **kwargs):
+    """Fresh parameters of one layer, and Muon by their names."""
+    params = parameters([(12, 4), (4, 5), (4,)])
+    names = [f"{prefix}0.{name}" for name in ("qkv_proj.weight", "o_proj.weight", "norm.bias")]
+    return params, opt.Muon(list(zip(names, params, strict=True)), beta2=0.9, **kwargs)
+
+
+@pytest.mark.parametrize("prefix", WRAPPED)
+@pytest.mark.parametrize("into_wrapped", [False, True])
+def test_names_of_wrappers_load(opt, prefix, into_wrapped) -> None:
+    """The keys of split_sizes are the present names, and the next step is the uninterrupted one."""
+    params, optimizer = of_names(opt, "" if into_wrapped else prefix)
+    train(optimizer, params, 2)
+    others, other = of_names(opt, prefix if into_wrapped else "")
+    expected = dict(other.param_groups[0]["split_sizes"])
+    with torch.no_grad():
+        for here, there in zip(others, params, strict=True):
+            here.copy_(there)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["split_sizes"] == expected
+    for made, of in ((params, optimizer), (others, other)):
+        new_gradients(made, seed=7)
+        of.step()
+    assert_all_same_bits(params, others)
+    other.load_state_dict(other.state_dict())
+
+
+REFUSED = {
+    "other sizes": (
+        {"split_sizes": {"0.qkv_proj.weight": (8, 2, 2)}},
+        r"group 0: split_sizes was saved as .*\(4, 4, 4\).* here .*\(8, 2, 2\).*with the saved",
+    ),
+    "no split": ({"num_heads": 1}, r"group 0: split_sizes was saved as .* here None.*with the sav"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_split_under_names_of_wrappers_is_refused(opt, case) -> None:
+    options, message = REFUSED[case]
+    _, optimizer = of_names(opt, "module.")
+    _, other = of_names(opt, **options)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.state_dict() == before
+
+
+def test_a_split_by_names_needs_names(opt) -> None:
+    _, optimizer = of_names(opt)
+    other = opt.Muon(parameters([(12, 4), (4, 5), (4,)]), beta2=0.9)
+    before = other.state_dict()
+    with pytest.raises(
+        ValueError, match=r"group 0: split_sizes was saved by names.* has none; con"
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.state_dict() == before
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.Muon, torch.optim.AdamW])
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_state_of_torchs_optimizers_is_refused_with_what_converts_it(opt, name, theirs) -> None:
+    params = parameters([(4, 3)])
+    optimizer = getattr(opt, name)(params, lr=1e-3)
+    with pytest.raises(ValueError, match=r"convert_state_dict\(optimizer, state, source='torch'\)"):
+        optimizer.load_state_dict(theirs(params).state_dict())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import say_once
-from .groups.blocks import check_names
+from .groups.blocks import check_names, with_own_names
 from .groups.options import AdamWOptions, MuonOptions
 from .groups.param_groups import ONE_KIND, Format, check_unique, group_of_zero
 from .groups.parameters import label
@@ -217,6 +217,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"saved group {number} has no 'params'; load what state_dict() returned"
                 )
+            if group["params"] and not {"kind", "use_muon"} & group.keys():
+                raise ValueError(
+                    f"saved group {number} has no {self.format.mark!r}, so that it is of another "
+                    "optimizer; of torch.optim.Muon or AdamW load convert_state_dict(optimizer, "
+                    "state, source='torch')"
+                )
         saved_sizes = [len(group["params"]) for group in saved_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
@@ -237,8 +243,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     f"{where}: the saved group is of kind {saved_kind!r}, this one of {kind!r}"
                 )
             self.format.check_saved(saved, group, type(self).__name__, where)
-            merged.append(unmasked_options(saved, group, where))
-            options = self.format.options(merged[-1], where, check=True)
+            own = unmasked_options(saved, group, where)
+            self.format.options(own, where, check=True)
+            merged.append(with_own_names(own, group, self._names[number], where))
+            options = self.format.options(merged[-1], where)
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
                 slots = self.slots(param, name, options, here)

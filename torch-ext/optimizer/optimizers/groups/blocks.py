@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .options import AdamWOptions, MuonOptions, by_name
-from .parameters import has_component
+from .options import AdamWOptions, MuonOptions, by_name, tidy
+from .parameters import components, has_component
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,38 @@ def check_names(
         for name, _ in by_name(getattr(options, option)):
             if name and name not in {f"[{known!r}]" for known in names}:
                 raise ValueError(f"{where}: {option}{name} names no parameter of the group")
+
+
+def with_own_names(
+    saved: dict[str, Any], group: Mapping[str, Any], names: Sequence[str | None], where: str
+) -> dict[str, Any]:
+    """Saved options with the present names in split_sizes and num_heads, without wrappers' parts.
+
+    The model may be wrapped now and was not when its optimizer was saved, or the reverse.
+
+    Raises:
+        ValueError: they say something else of the same parameters, or the group has no names.
+    """
+    own = {tuple(components(name)): name for name in names if name is not None}
+    for option in ("split_sizes", "num_heads"):
+        by_names = saved[option] if isinstance(saved.get(option), Mapping) else {}
+        if not names or set(by_names) <= set(names):
+            continue
+        if not own:
+            raise ValueError(
+                f"{where}: {option} was saved by names, {dict(by_names)}, and this group has none; "
+                "construct the optimizer with names, as of model.named_parameters()"
+            )
+        renamed = {own.get(tuple(components(key)), key): by_names[key] for key in by_names}
+        if not set(renamed) <= set(names):
+            continue  # check_names refuses what names no parameter at all
+        if tidy(option, renamed) != group[option]:
+            raise ValueError(
+                f"{where}: {option} was saved as {dict(by_names)} and is here {group[option]}; "
+                f"construct the optimizer with the saved {option} under the present names"
+            )
+        saved = {**saved, option: group[option]}
+    return saved
 
 
 def unmatched_keys(

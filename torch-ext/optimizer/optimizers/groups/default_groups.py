@@ -325,7 +325,8 @@ def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str
 def fused_by_names(named: Mapping[str, Tensor], transposed: bool) -> dict[str, tuple[int, ...]]:
     """`fused_projections` as far as names and shapes tell, without heads or types of modules.
 
-    What they do not tell is logged, in one line: weights (in, out) of Conv1D, fewer heads of keys
+    That Q, K and V are equal, by three times as many rows as columns, is a guess that is logged. So
+    is what they do not tell, in one line: weights (in, out) of Conv1D, fewer heads of keys
     than of queries, stacks without their down_proj.
     """
     found, unknown = {}, []
@@ -353,6 +354,18 @@ def fused_by_names(named: Mapping[str, Tensor], transposed: bool) -> dict[str, t
         )
     if found:
         logger.info("fused projections are cut, by their names: %s", found)
+    guessed = [n for n in found if components(n.removesuffix(".weight"))[-1] in ATTENTION]
+    if guessed:
+        more = f", and {len(guessed) - 1} more likewise" if len(guessed) > 1 else ""
+        say_once(
+            "%s %s is cut into %s rows, as Q, K and V of equal heads%s, since names do not tell "
+            "how many heads there are: pass get_default_muon_param_groups(model), which sees the "
+            "modules, or give split_sizes to the Muon group if the parts are others",
+            ".".join(components(guessed[0])),
+            tuple(named[guessed[0]].shape),
+            found[guessed[0]],
+            more,
+        )
     return found
 
 

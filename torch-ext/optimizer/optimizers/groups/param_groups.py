@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from types import FrameType
 from typing import Any
 
@@ -384,7 +385,11 @@ def check_unique(groups: Iterable[dict[str, Any]], names: Iterable[list[str | No
             if name is not None:
                 seen_names[name] = here
     named = [i for i, group in enumerate(groups) if "param_names" in group]
-    unnamed = [i for i, given in enumerate(names) if given and set(given) == {None}]
+    unnamed = [  # a group may have `param_names` from a state that was loaded
+        i
+        for i, given in enumerate(names)
+        if given and set(given) == {None} and "param_names" not in groups[i]
+    ]
     if named and unnamed:
         raise ValueError(
             f"group {unnamed[0]} has no names and group {named[0]} has `param_names`; give (name, "
@@ -409,10 +414,16 @@ def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., N
             remedy = "" if name in known else _remedy(name, known)
             if remedy:
                 raise TypeError(f"got an unexpected keyword argument {name!r}{remedy}")
+        if args and isinstance(args[0], Real):
+            raise TypeError(
+                f"{type(self).__name__} takes parameters or groups first, got {args[0]!r}; "
+                f"{_MOONLIGHT}"
+            )
         if len(args) > 2:
+            third = args[2] if isinstance(args[2], Real) else f"a {type(args[2]).__name__}"
             raise TypeError(
                 f"{type(self).__name__} takes only the parameters and lr by position, got "
-                f"{args[2]!r} as a third: it is weight_decay in torch.optim.Muon and momentum in "
+                f"{third} as a third: it is weight_decay in torch.optim.Muon and momentum in "
                 "Motif's Muon; pass options by name"
             )
         if args and isinstance(args[0], torch.nn.Module):
