@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ._cases import bits, mesh_of, placement
+from .._compare import fail_at
+from ._cases import bits, device, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
 from .test_sharing import (
@@ -151,37 +152,66 @@ FAULTY = 1
 HELD = {"FSDP2": (3, 2), "HSDP": (4, 1), "unreduced": (3, 1)}
 
 
-def matrices(params) -> list[dict[str, Any]]:
-    return [{"kind": "muon", "params": params, "lr": 0.1, "none_grad": True}]
+FEW_SHAPES = [(64, 32), (32, 64), (64, 32), (96, 96), (64, 32), (33, 65)]
 
 
-def build(opt: Any, held: str) -> tuple[Any, list[torch.nn.Parameter]]:
-    params, world = plain_params(), distributed.get_world_size()
-    if held == "unreduced":
-        arguments = {"gradients": "unreduced", "reduce_op": "sum"}
-        return opt.MuonAdamW(matrices(params), **arguments), params
-    shape, texts = ((2, world // 2), ["R", "S0"]) if held == "HSDP" else ((world,), ["S0"])
-    params = placed(params, mesh_of(shape), [placement(text) for text in texts])
-    return opt.MuonAdamW(matrices(params)), params
+def values(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device()) for shape in FEW_SHAPES]
 
 
-def give_step(params, held: str, step: int) -> None:
-    give(params, gradients(params, step))
-    if held == "unreduced" and distributed.get_rank():  # all of it comes from one rank
-        give(params, [torch.zeros_like(param) for param in params])
+class Training:
+    """Parameters of all ranks, or of one alone, and their optimizer."""
+
+    def __init__(self, opt: Any, held: str, **options: Any) -> None:
+        self.opt, self.held = opt, held
+        config = opt.DistributedConfig(torch.float32, in_flight_bytes=2**16)
+        self.params = [torch.nn.Parameter(self.placed(value)) for value in values(0)]
+        decay = {"weight_decay": 0.1, "cautious": False}  # changes what a zero update would not
+        groups = [{"kind": "muon", "params": self.params, "lr": 0.1, **decay, **options}]
+        gradients = "unreduced" if held == "unreduced" else "reduced"
+        self.optimizer = opt.MuonAdamW(
+            groups, gradients=gradients, reduce_op="sum", distributed=config
+        )
+
+    def placed(self, value: torch.Tensor) -> torch.Tensor:
+        if self.held not in ("FSDP2", "HSDP"):
+            return value.clone()
+        world, copies = distributed.get_world_size(), self.held == "HSDP"
+        mesh = mesh_of((2, world // 2) if copies else (world,))
+        placements = [Replicate(), Shard(0)] if copies else [Shard(0)]
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+    def give(self, step: int) -> None:
+        for param, value in zip(self.params, values(1 + step), strict=True):
+            mine = self.held != "unreduced" or distributed.get_rank() == 0
+            param.grad = self.placed(value if mine else torch.zeros_like(value))
+
+    def step(self, *numbers: int) -> None:
+        for number in numbers:
+            self.give(number)
+            self.optimizer.step()
+
+    def bits(self) -> list[bytes]:
+        return [bits(local(param.detach())) for param in self.params]
+
+    def bits_of(self, other: "Training") -> list[bytes]:
+        """What this rank would have of another one's parameters."""
+        pairs = zip(self.params, other.params, strict=True)
+        return [bits(held_like(mine, whole.detach())) for mine, whole in pairs]
 
 
-def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
-    params = plain_params()
-    optimizer = opt.MuonAdamW(matrices(params), gradients="reduced")  # whoever else is alive
-    advance(optimizer, params, *range(steps))
-    return params
+def alone(opt: Any, steps: int) -> Training:
+    training = Training(opt, "alone")  # whoever else is alive
+    training.step(*range(steps))
+    return training
 
 
 def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
-    optimizer, params = build(opt, held)
-    saved = optimizer.state_dict()
-    give_step(params, held, 0)
+    training = Training(opt, held, none_grad=True)
+    either = [*zip(training.bits(), training.bits_of(alone(opt, 1)), strict=True)]
+    saved = training.optimizer.state_dict()
+    training.give(0)
     if distributed.get_rank() == FAULTY:
         step = module_of(opt, "optimizers.step")
         original, calls = step.orthogonalize, []
@@ -196,20 +226,13 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 
         step.orthogonalize = orthogonalize
     start = time.monotonic()
-    first = message_of(optimizer.step)
+    first = message_of(training.optimizer.step)
     seconds = time.monotonic() - start
-    give_step(params, held, 1)
-    again = message_of(optimizer.step)
-    optimizer.load_state_dict(saved)
-    return first, again, old_or_new(opt, params), seconds
-
-
-def old_or_new(opt: Any, params) -> bool:
-    for param, old, new in zip(params, plain_params(), alone(opt, 1), strict=True):
-        both = [bits(held_like(param, value.detach())) for value in (old, new)]
-        if bits(local(param.detach())) not in both:
-            return False
-    return True
+    training.give(1)
+    again = message_of(training.optimizer.step)
+    training.optimizer.load_state_dict(saved)
+    whole = all(found in both for found, both in zip(training.bits(), either, strict=True))
+    return first, again, whole, seconds
 
 
 @pytest.mark.parametrize(
@@ -239,36 +262,24 @@ def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(opt, held, wor
 
     Messages that were on their way, and memory of the step, are no matter afterwards.
     """
-    optimizer, params = build(opt, held)
-    give_step(params, held, 0)
-    optimizer.step()
-    kept = [local(param.detach()).clone() for param in params]
-    saved = copy.deepcopy(optimizer.state_dict())
-    give_step(params, held, 1)
+    training = Training(opt, held, none_grad=True)
+    training.step(0)
+    kept = [local(param.detach()).clone() for param in training.params]
+    saved = copy.deepcopy(training.optimizer.state_dict())
+    training.give(1)
+    name = "reduce_scatter" if held == "unreduced" else "exchange"
+    module = module_of(opt, f"optimizers.sharded.{name}")
     with pytest.MonkeyPatch.context() as patch:
-        name = "reduce_scatter" if held == "unreduced" else "exchange"
-        module, calls = module_of(opt, f"optimizers.sharded.{name}"), []
-        original = module.apply
-
-        def apply(*arguments: Any) -> None:
-            calls.append(arguments)
-            if len(calls) == 2:
-                raise torch.OutOfMemoryError("no room for this update")
-            original(*arguments)
-
-        patch.setattr(module, "apply", apply)
+        fail_at(patch, module, "apply", 2, torch.OutOfMemoryError("no room for this update"))
         with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-    message = message_of(optimizer.step)
+            training.optimizer.step()
+    message = message_of(training.optimizer.step)
     with torch.no_grad():
-        for param, old in zip(params, kept, strict=True):
+        for param, old in zip(training.params, kept, strict=True):
             local(param).copy_(old)
-    optimizer.load_state_dict(saved)
-    for step in (1, 2):
-        give_step(params, held, step)
-        optimizer.step()
-    for param, expected in zip(params, alone(opt, 3), strict=True):
-        assert bits(local(param.detach())) == bits(held_like(param, expected.detach()))
+    training.optimizer.load_state_dict(saved)
+    training.step(1, 2)
+    assert training.bits() == training.bits_of(alone(opt, 3))
     assert "an earlier step failed midway" in message
     return message
 

@@ -15,20 +15,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 from ._arenas import Direct, Later, SharedMemory, Staged
-from ._cases import CASES, Case, bits, device, expected_on, mesh_of, placement
+from ._cases import CASES, Case, bits, device
 from ._ranks import on_ranks
-from .test_faults import CLIP, build, give_step
+from .test_faults import CLIP, FAULTY, Training, alone
 from .test_graphs import told
 from .test_shared_step import compare
 from .test_sharing import (
     advance,
     assert_as_alone,
-    assert_equal_bits,
     give,
     gradients,
     local,
@@ -65,13 +64,6 @@ def test_unreduced_equals_one_rank(opt: Any, world, limit) -> None:
 
 
 TIMEOUT_MS = 1500
-FAULTY = 1
-FEW_SHAPES = [(64, 32), (32, 64), (64, 32), (96, 96), (64, 32), (33, 65)]
-
-
-def values(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device()) for shape in FEW_SHAPES]
 
 
 def wait() -> None:
@@ -79,56 +71,18 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-class Training:
-    """Parameters of all ranks, or of one alone, and their optimizer."""
-
-    def __init__(self, opt: Any, held: str) -> None:
-        self.opt, self.held = opt, held
-        config = opt.DistributedConfig(torch.float32, in_flight_bytes=2**16)
-        self.params = [nn.Parameter(self.placed(value)) for value in values(0)]
-        decay = {"weight_decay": 0.1, "cautious": False}  # changes what a zero update would not
-        groups = [{"kind": "muon", "params": self.params, "lr": 0.1, **decay}]
-        gradients = "unreduced" if held == "unreduced" else "reduced"
-        self.optimizer = opt.MuonAdamW(
-            groups, gradients=gradients, reduce_op="sum", distributed=config
-        )
-
-    def placed(self, value: torch.Tensor) -> torch.Tensor:
-        if self.held != "FSDP2":
-            return value.clone()
-        mesh = mesh_of((distributed.get_world_size(),))
-        return distribute_tensor(value, mesh, [placement("S0")], src_data_rank=None)
-
-    def give(self, step: int) -> None:
-        for param, value in zip(self.params, values(1 + step), strict=True):
-            mine = self.held != "unreduced" or distributed.get_rank() == 0
-            param.grad = self.placed(value if mine else torch.zeros_like(value))
-
-    def bits(self) -> list[bytes]:
-        return [bits(local(param.detach())) for param in self.params]
-
-    def bits_of(self, other: "Training") -> list[bytes]:
-        """What this rank would have of another one's parameters."""
-        mesh = mesh_of((distributed.get_world_size(),))
-        pairs = zip(other.params, self.params, strict=True)
-        return [bits(expected_on(o.detach(), mine.detach(), mesh)) for o, mine in pairs]
-
-
 def fault(
     opt: Any, held: str, how: str, number: int, timeout_ms: int, on_threads: bool = False
 ) -> dict[str, Any]:
     """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
-    alone = Training(opt, "alone")
-    alone.give(0)
-    alone.optimizer.step()
+    expected = alone(opt, 1)
     with Staged(opt):
         with Direct(opt):  # everything is loaded
             warm = Training(opt, held)
-            warm.give(0)
-            warm.optimizer.step()
+            warm.step(0)
             warm.optimizer.state_dict()
         training = Training(opt, held)
-        old, new = training.bits(), training.bits_of(alone)
+        old, new = training.bits(), training.bits_of(expected)
         saved = training.optimizer.state_dict()
         training.give(0)
         wait()
@@ -167,8 +121,7 @@ def fault(
             moved = None
             if how == "late":
                 training.optimizer.load_state_dict(saved)
-                training.give(1)
-                training.optimizer.step()
+                training.step(1)
                 training.optimizer.state_dict()
                 moved = training.bits() != found
     torch.zeros(1, device=device()).add_(1).item()  # the context lives
@@ -277,16 +230,14 @@ def test_slots_are_as_many_as_a_step_needs(ranks, prefetch) -> None:
 def loads_alone(opt: Any, rank: int, held: str) -> int:
     """One rank loads its own state between two steps."""
     with Direct(opt) as counted:
-        optimizer, params = build(opt, held)
-        twin, expected = build(opt, held)
+        training, twin = Training(opt, held), Training(opt, held)
         for step in range(4):
-            for one, of_one in ((optimizer, params), (twin, expected)):
-                give_step(of_one, held, step)
-                one.step()
+            training.step(step)
+            twin.step(step)
             if step == 1 and distributed.get_rank() == rank:
-                optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.state_dict()
-    assert_equal_bits(params, expected)
+                training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.optimizer.state_dict()
+    assert training.bits() == twin.bits()
     return counted["p2p"]
 
 

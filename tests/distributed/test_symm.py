@@ -19,10 +19,11 @@ from torch.distributed.tensor import distribute_tensor
 
 from ._arenas import Direct, Staged
 from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
+from .test_faults import FAULTY, Training
 from .test_graphs import captured
 from .test_in_backward import trained
 from .test_low_contention import collectives
-from .test_p2p import FAULTY, Training, assert_told_in_time, fault, messages_between
+from .test_p2p import assert_told_in_time, fault, messages_between
 from .test_sharing import local, message_of, module_of
 from .test_unreduced import equals_one_rank
 
