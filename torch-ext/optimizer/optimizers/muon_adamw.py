@@ -56,7 +56,7 @@ class MuonAdamW(MuonBase):
             which add up the contributions and keep the state: a state_dict holds this rank's part,
             keyed as everywhere. Not under DistributedDataParallel, which reduces them already.
             None: "reduced", but replicas on several ranks compare their gradients in the first step
-            that has some, and raise if they differ.
+            that has some, and raise if they differ, or if parameters do in a `process_group`.
         reduce_op: "avg" or "sum" of unreduced gradients.
         process_group: with reduced gradients, the ranks that share the work, as of `Muon`. With
             unreduced ones, over whose ranks they are to be averaged; None for the default group, if

@@ -539,12 +539,16 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def compare_replicas(
-    groups: Sequence[Sequence[tuple[str, Tensor]]], number: int, timeout: float
+    groups: Sequence[Sequence[tuple[str, Tensor]]],
+    number: int,
+    timeout: float,
+    process_group: Any = None,
 ) -> bool:
     """Compare the gradients of this rank with those of ranks that hold the same parameters.
 
     Replicas are ranks whose plain parameters are equal, bit for bit, at their first step. Others
-    are no business of this one, and so are ranks that do not step an optimizer of this kind. There
+    are no business of this one, unless they are in its `process_group`, whose ranks must be
+    replicas; nor are ranks that do not step an optimizer of this kind. There
     is no collective: a rank that never comes is not waited for longer than `timeout`, and one that
     comes after that does not count: it is told what the others found.
 
@@ -552,9 +556,13 @@ def compare_replicas(
         groups: (name for messages, parameter) of all groups.
         number: of the optimizer, as on the ranks that hold the same one.
         timeout: in seconds.
+        process_group: whose ranks share the work; None where each steps by itself.
 
     Returns:
         Whether there is nothing more to compare; there is as long as no replica has a gradient.
+
+    Raises:
+        RuntimeError: parameters differ in `process_group`, or gradients of replicas do.
     """
     from torch import distributed
 
@@ -567,7 +575,10 @@ def compare_replicas(
     if captured:
         return False
     forms = [(tuple(param.shape), param.dtype) for param in params]
-    own = f"{_digest(forms, params)} {_digest(forms, [param.grad for param in params])}"
+    own = " ".join(
+        str(word(str(said)))
+        for said in (forms, _sums(params), _sums([param.grad for param in params]))
+    )
     try:
         found = exchange(f"optimizer/gradients/{number}", own, timedelta(seconds=timeout))
     except RuntimeError as error:
@@ -585,7 +596,19 @@ def compare_replicas(
             sorted(found),
             timeout,
         )
-    replicas = [rank for rank, other in found.items() if other.split()[0] == own.split()[0]]
+    held = {rank: tuple(other.split()[:2]) for rank, other in found.items()}
+    ranks = [] if process_group is None else distributed.get_process_group_ranks(process_group)
+    together = [rank for rank in ranks if rank in held]
+    # Ranks with other shapes or numbers of parameters hear more from the comparison of layouts.
+    if len({held[rank][0] for rank in together}) < len({held[rank] for rank in together}):
+        raise RuntimeError(
+            f"ranks {', '.join(map(str, together))} of process_group hold different parameters, "
+            "though they share the work on replicas: each would take updates that another one "
+            "made from its own gradients. Broadcast the parameters of one rank to the others "
+            "before step(), as DistributedDataParallel does, which also reduces the gradients; or "
+            "leave process_group out if each rank trains on its own"
+        )
+    replicas = [rank for rank, other in held.items() if other == tuple(own.split()[:2])]
     if len({found[rank] for rank in replicas}) > 1:  # this one may have come too late to count
         raise RuntimeError(
             f"ranks {', '.join(map(str, replicas))} hold the same parameters with different "
@@ -597,7 +620,7 @@ def compare_replicas(
     return not complete or any(param.grad is not None for param in params)
 
 
-def _digest(forms: Sequence[object], tensors: Sequence[Tensor | None]) -> int:
-    """Of the bits of tensors; it waits for their devices."""
+def _sums(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Checksums of the bits of tensors; it waits for their devices."""
     sums = [None if tensor is None else checksum(tensor, tensor.device) for tensor in tensors]
-    return word(str([forms, [None if found is None else found.item() for found in sums]]))
+    return [None if found is None else int(found.item()) for found in sums]

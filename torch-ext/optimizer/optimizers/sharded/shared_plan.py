@@ -290,7 +290,8 @@ class Ranks:
     def compare_replicas(self, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
         """Ask in the first step with gradients if they are reduced, where nobody said so."""
         if self.assumed:
-            self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
+            timeout = self.config.timeout
+            self.assumed = not compare_replicas(groups, self._number, timeout, self._group)
 
     def compare(
         self,
