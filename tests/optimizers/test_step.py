@@ -277,27 +277,32 @@ def test_state_follows_to_the_gpu(opt, device) -> None:
     assert not torch.equal(optimizer.state[model[0].weight]["momentum_buffer"].cpu(), kept)
 
 
-def test_other_memory_of_another_shape(opt, device) -> None:
+def reshaped(model, optimizer) -> None:
+    model[0].weight.data = torch.ones(4, 6, device=model[0].weight.device)
+
+
+def cast_beside_host_memory(model, optimizer) -> None:
+    optimizer.turn_on_cpu_offload()
+    model.double()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (reshaped, r"'0.weight': momentum_buffer is .*\(8, 6\).*reshape"),
+        (cast_beside_host_memory, r"call turn_off_cpu_offload\(\) before the model is mo"),
+    ],
+)
+def test_what_state_cannot_follow_is_refused(opt, device, change, message) -> None:
     model = model_of(device=device)
     optimizer = optimizer_of(opt, model)
     train(optimizer, [*model.parameters()], 2)
-    model[0].weight.data = torch.ones(4, 6, device=device)
+    change(model, optimizer)
     new_gradients([*model.parameters()], seed=50)
     before = values(model.parameters())
-    with pytest.raises(ValueError, match=r"'0.weight': momentum_buffer is .*\(8, 6\).*reshape"):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert_all_same_bits(before, model.parameters())
-
-
-def test_state_in_host_memory_says_what_to_call(opt, device) -> None:
-    model = model_of(device=device)
-    optimizer = optimizer_of(opt, model)
-    train(optimizer, [*model.parameters()], 1)
-    optimizer.turn_on_cpu_offload()
-    model.double()
-    new_gradients([*model.parameters()], seed=50)
-    with pytest.raises(ValueError, match=r"call turn_off_cpu_offload\(\) before the model is mo"):
-        optimizer.step()
 
 
 def test_a_model_on_meta(opt, device) -> None:
