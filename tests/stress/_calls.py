@@ -285,14 +285,7 @@ def symmetric_matmul(package: Package, generator: random.Random) -> Made:
         options |= {"C": c + c.mT, "beta": -1.0}
     if generator.random() < 0.3:
         options["scale"] = draw(generator, lead)
-
-    def check(result: Tensor) -> None:
-        close(result, package("reference.products").symmetric_matmul(a, **options), 20 * slack)
-        if bits(result) != bits(result.mT.contiguous()):
-            raise DifferenceError("the result is not symmetric")
-
-    slack = rounding(dtype)
-    return {"A": a, **options}, check
+    return {"A": a, **options}
 
 
 def some_ids(generator: random.Random, high: int) -> Tensor:

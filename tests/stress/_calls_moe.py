@@ -143,21 +143,7 @@ def group_top_k(package: Package, generator: random.Random) -> Made:
     given |= {"n_group": groups, "topk_group": kept}
     given["router_logits"] = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
     given["correction_bias"] = draw(generator, (4 * groups,)) if generator.random() < 0.5 else None
-    asked = dict(given)
-
-    def check(result: tuple[Tensor, Tensor]) -> None:
-        index, weights = result
-        shape = (5, asked["top_k"])
-        if index.shape != shape or any(len(set(row)) != shape[1] for row in index.tolist()):
-            raise DifferenceError(f"chose {index.tolist()}")
-        wide = asked["router_logits"].double()
-        scores = wide.sigmoid() if asked["score"] == "sigmoid" else wide.softmax(-1)
-        expected = scores.gather(-1, index)
-        if asked["norm_topk_prob"]:
-            expected = expected / expected.sum(-1, keepdim=True)
-        close(weights, expected * asked["routed_scaling_factor"], 1e-4)
-
-    return given, check
+    return given
 
 
 def all_or_nothing(module: nn.Module, action: Callable[..., Any]) -> Callable[..., nn.Module]:
