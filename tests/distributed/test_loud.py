@@ -556,15 +556,36 @@ def settled(opt: Any, at: str) -> tuple[str, list[str]]:
                 raise torch.OutOfMemoryError(f"not {what}")
             calls.append(what)
 
+        name = "nccl_ce"
+
+        def moves(self, coming: Any) -> bool:
+            return True
+
+        def how(self, coming: Any) -> str:
+            return ""
+
+        def why_not(self, coming: Any) -> None:
+            pass
+
+        milliseconds = why_not
+
     one = transport.GroupTransport(distributed.group.WORLD)
-    traffic = policy.Traffic((), torch.device("cpu"), 1.0, 0)
+    message = module_of(opt, "distributed.message_layout").Message((), (4, 4))
+    exchanges = (policy.Planned("momentum", message, message),)
+    traffic = policy.Traffic(exchanges, torch.device("cpu"), 1.0, 2)
     options = policy.TransportOptions("nccl_ce", strict=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "CopyEngineCollectives", Engines)
         patch.setattr(transport, "why_not_here", lambda: None)
         patch.setattr(transport.GroupTransport, "memory", SharedMemory)
         plans = lambda: [one.settle(traffic, options, together=True) for _ in range(2)]  # noqa: E731
-        return message_of(plans), calls
+        raised = message_of(plans)
+    (row,) = one.report()
+    assert row.transport == ("nccl_ce" if raised == "none" else "gloo")
+    assert row.reason == (
+        "asked for" if raised == "none" else raised.split(" cannot be taken: ")[1]
+    )
+    return raised, calls
 
 
 @pytest.mark.dist

@@ -467,6 +467,7 @@ class GroupTransport(AllToAll):
             reason = self._first(error, "window not registered")
         if reason is None:
             self._direct = made
+            self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
         elif made is not None:
             made.close()
         return reason
