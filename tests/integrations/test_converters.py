@@ -186,6 +186,24 @@ def test_motif_in_another_order(opt, device) -> None:
     assert_goes_on(optimizer, ours, other, theirs)
 
 
+def test_names_that_wrappers_alone_tell_apart(opt, device) -> None:
+    """By order where they are the same ones; otherwise nothing tells which is which."""
+    ours, theirs = both(device)
+    groups = motif_groups(theirs)
+    names = groups[0]["names"] = [NAMES[0], f"_orig_mod.{NAMES[0]}", *groups[0]["names"][2:]]
+    other = Motif(opt, groups, lr=0.03)
+    train(other, theirs, 2)
+    groups = motif_groups(ours)
+    groups[0]["names"] = [names[1], names[0], *names[2:]]
+    optimizer = opt.Muon(groups, method="polar_express")
+    load_converted(opt, optimizer, other.state_dict(), "motif")
+    assert_goes_on(optimizer, ours, other, theirs)
+    groups = motif_groups(ours)
+    groups[0]["names"] = [names[0], *names[2:], names[1]]
+    with pytest.raises(ValueError, match=rf"several parameters are \['{NAMES[0]}'\] without"):
+        opt.convert_state_dict(opt.Muon(groups), other.state_dict(), source="motif")
+
+
 @pytest.mark.parametrize("form", ["ema", "heavy_ball"])
 def test_nanochat(opt, device, form) -> None:
     """Stacks under the first parameter are taken apart; the second moments are kept."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,11 +190,18 @@ def order_of(saved: list[str | None], present: list[str | None], where: str) -> 
         raise ValueError(f"{where}: {len(saved)} parameters were saved, {len(present)} are present")
     if None in saved or None in present:
         return list(range(len(saved)))
-    index = {".".join(components(name)): i for i, name in enumerate(saved)}
+    found = [".".join(components(name)) for name in saved]
     wanted = [".".join(components(name)) for name in present]
-    if len(index) < len(saved) or len(set(wanted)) < len(wanted):
-        return list(range(len(saved)))  # names that only wrappers tell apart
+    index = {name: i for i, name in enumerate(found)}
+    if found == wanted:  # also where wrappers alone tell names apart
+        return list(range(len(found)))
     missing = sorted(set(wanted) - set(index))
+    times = Counter(found) | Counter(wanted)  # the larger of both
+    twice = sorted(name for name in set(wanted) if times[name] > 1)
+    if twice and not missing:
+        raise ValueError(
+            f"{where}: several parameters are {twice} without wrappers; name them apart"
+        )
     if missing:
         raise ValueError(
             f"{where}: nothing was saved for {missing}; saved but not present: "
