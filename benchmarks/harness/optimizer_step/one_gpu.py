@@ -121,7 +121,10 @@ class StepCase:
                 "use_muon": True,
                 "expert_keys": ["experts"] if experts else None,
             },
-            {"params": self.others, "use_muon": False},
+            {
+                "params": [(f"others.{k}", param) for k, param in enumerate(self.others)],
+                "use_muon": False,
+            },
         ]
         return self.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
 
