@@ -11,6 +11,7 @@ from .._compare import assert_error_at_most, relative_error
 from ..distributed._ranks import on_ranks
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCHEDULES = ("rs_ag", "gram_ar", "auto")
 # Square, tall with columns that four ranks do not divide, wide, fewer rows than ranks.
 SHAPES = ((96, 96), (130, 50), (50, 130), (3, 16))
@@ -153,14 +154,18 @@ def test_a_square_matrix_is_iterated_on_the_owners_side(
     assert relative_error(result, owner) <= 1.15 * owners
 
 
-def test_the_diagonal_of_a_square_is_rounded_once(newton_schulz) -> None:
+@pytest.mark.parametrize("by_triton", [False, True])
+def test_the_diagonal_of_a_square_is_rounded_once(
+    newton_schulz, device, monkeypatch, by_triton: bool
+) -> None:
     """Of M of the size of I, alpha M M and delta I nearly cancel: two roundings err by four."""
+    monkeypatch.setattr(newton_schulz, "_by_triton", lambda _: by_triton)
     made = torch.Generator().manual_seed(0)
     M = torch.randn(128, 128, generator=made) / 64
-    M = (M + M.mT + torch.diag(1.9 + 0.1 * torch.rand(128, generator=made))).half()
+    M = (M + M.mT + torch.diag(1.9 + 0.1 * torch.rand(128, generator=made))).half().to(device)
     step = newton_schulz.Square(0, 0.8260958358, -0.263842373, -2.367149489)
     exact = step.alpha * M.double() @ M.double() + step.beta * M.double()
-    exact += step.delta * torch.eye(128, dtype=torch.float64)
+    exact += step.delta * torch.eye(128, dtype=torch.float64, device=device)
     rank = SimpleNamespace(rank=1, world=2, gathered=lambda _: M)
     rows = newton_schulz._RowBlocks(rank).square(M[None, 64:], M[None, 64:], step)[0]
     factors = {"alpha": step.alpha, "beta": step.beta, "delta": step.delta}
@@ -170,6 +175,71 @@ def test_the_diagonal_of_a_square_is_rounded_once(newton_schulz) -> None:
         assert ((found.double() - exact[first:]).abs() <= 4 * unit).all()
         diagonal, wanted = found.diagonal(first).double(), exact[first:].diagonal(first)
         assert ((diagonal - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-6).all()
+
+
+HOSTILE = (0.0, -0.0, 1e-42, -3e-39, 7e-8, 6.1e-5, 2049.0, 1e30, -1e150)
+
+
+@pytest.mark.parametrize("by_triton", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_no_pass_saved_changes_a_bit(
+    newton_schulz, device, monkeypatch, source, dtype, by_triton: bool
+) -> None:
+    """A product written in another dtype is rounded as one that is converted afterwards."""
+    monkeypatch.setattr(newton_schulz, "_by_triton", lambda _: by_triton)
+    x = torch.randn(24, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wide = torch.float64 if torch.float64 in (source, dtype) else torch.float32
+    for hostile in ((), HOSTILE[:2], HOSTILE[:-2], HOSTILE, (torch.nan,), (torch.inf,)):
+        x[0, : len(hostile)] = torch.tensor(hostile, dtype=torch.float64)
+        given = x.to(device, source)
+        given = given.t() if len(hostile) % 2 else given
+        # A power of two: the root of the total has one value, in whatever order it was added.
+        total = SimpleNamespace(total=lambda value: (value * 0 + 1) * 2.0**20)
+        root = (newton_schulz.START_NORM / total.total(given.double().norm()).sqrt()).sqrt()
+        expected = (given.to(wide) * root.to(wide)).mul_(root.to(wide)).to(dtype)
+        assert_same_bits(newton_schulz.normalized(given, dtype, total), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bounded_gram_has_the_bits_of_a_division(newton_schulz, device, dtype) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = torch.randn(9, 24, generator=torch.Generator().manual_seed(0)).to(device, wide)
+    for hostile in ((), HOSTILE[:-1], (torch.nan,)):
+        rows[0, : len(hostile)] = torch.tensor(hostile, dtype=wide)
+        ranks = SimpleNamespace(total=lambda value: value, reduced_rows=lambda _: rows)
+        squares = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        bound = squares.sqrt().clamp_min(1.0).mul(1.01).to(wide)
+        x = torch.zeros(1, 9, 24, dtype=dtype, device=device)
+        found, factor = newton_schulz._RowBlocks(ranks).bounded_gram(x, 1.01)
+        assert_same_bits(found[0], (rows / bound).to(dtype))
+        assert_same_bits(factor, bound.rsqrt())
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for those of NaN: zeros keep their sign."""
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit() | found.isnan(), expected.signbit() | expected.isnan())
+
+
+@pytest.mark.parametrize(("m", "n", "world"), [(6, 8, 4), (5, 11, 4), (2, 3, 4), (0, 3, 2)])
+def test_columns_go_to_their_ranks(newton_schulz, m: int, n: int, world: int) -> None:
+    """Blocks of every rank's columns one after the other, of equal and unequal widths, and none."""
+    columns, sizes = sizes_of(n, world), sizes_of(m, world)
+    gone = []
+
+    def exchanged(going, sent, received):
+        gone.extend(going.split(sent))
+        return going.new_empty(sum(received))
+
+    for rank, shard in enumerate(torch.arange(float(m * n)).view(m, n).split(sizes)):
+        ranks = SimpleNamespace(rank=rank, exchanged=exchanged)
+        newton_schulz._columns_for_rows(shard, sizes, columns, ranks)
+        expected = shard.split(columns, dim=1)
+        assert all(map(torch.equal, gone, [part.reshape(-1) for part in expected]))
+        assert len(gone) == world
+        gone.clear()
 
 
 def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:

@@ -16,6 +16,8 @@ in half precision two results by different Gram matrices are as far apart as ind
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from .._ops import ops
 from ..kernels.autocast import without_autocast
 from ..kernels.products.matmul_add import by_tma
@@ -187,8 +190,12 @@ def _columns_for_rows(
     m, mine = sum(rows), columns[ranks.rank]
     sent, received = [x.shape[0] * c for c in columns], [r * mine for r in rows]
     going = x.new_empty(x.numel())
-    for place, part in zip(going.split(sent), x.split([*columns], dim=1), strict=True):
-        place.view_as(part).copy_(part)
+    widths = Counter(columns)  # two at most, and ranks of the same one lie side by side
+    ends = [width * count for width, count in widths.items()]
+    places, parts = going.split([x.shape[0] * end for end in ends]), x.split(ends, dim=1)
+    for place, part, (width, count) in zip(places, parts, widths.items(), strict=True):
+        blocks = part.unflatten(1, (count, width)).transpose(0, 1)
+        place.view(blocks.shape).copy_(blocks)
     return ranks.exchanged(going, sent, received).view(m, mine)
 
 
@@ -234,12 +241,27 @@ def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> 
 
 def normalized(x: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor:
     """The rows of X, scaled so that X has the norm START_NORM, or is zero; NaN stays NaN."""
-    squares = torch.linalg.vector_norm(x, dtype=torch.float64).square()
-    norm = ranks.total(squares).sqrt()
+    norm = ranks.total(_sum_of_squares(x)).sqrt()
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
     # Twice its root: the factor of subnormal numbers is beyond float32.
     root = torch.where(norm == 0, norm, START_NORM / norm).sqrt().to(wide)
-    return (x.to(wide) * root).mul_(root).to(dtype)
+    scaled = x.to(wide) * root
+    return torch.mul(scaled, root, out=torch.empty_like(scaled, dtype=dtype))
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Of all elements, in float64: squares of float32 are beyond its range."""
+    if _by_triton(x.device):
+        from .squares_triton import sum_of_squares
+
+        return sum_of_squares(x)
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+@functools.cache
+def _by_triton(device: torch.device) -> bool:
+    """Whether sums of squares on a device are Triton's."""
+    return device.type == "cuda" and dispatch.has_triton()
 
 
 def iterated(
@@ -334,10 +356,11 @@ class _Powers:
     def bounded_gram(self, x: Tensor, safety: float) -> tuple[Any, Tensor]:
         """X^T X / bound and bound^-1/2; bound, safety times its norm, is above all eigenvalues."""
         rows = self._gram_rows(x)
-        norm = self.ranks.total(torch.linalg.vector_norm(rows, dtype=torch.float64).square())
+        norm = self.ranks.total(_sum_of_squares(rows))
         # A trace of START_NORM^2 keeps the norm above 1 for any n below 10^7; zeros stay zero.
         bound = norm.sqrt().clamp_min(1.0).mul(safety).to(rows.dtype)
-        return self.of_rows((rows / bound).to(x.dtype)), bound.rsqrt()
+        divided = torch.div(rows, bound, out=torch.empty_like(rows, dtype=x.dtype))
+        return self.of_rows(divided), bound.rsqrt()
 
     def _gram_rows(self, x: Tensor) -> Tensor:
         """This rank's rows (1, n / W, n) of X^T X, in float32 or wider."""
@@ -385,8 +408,11 @@ class _RowBlocks(_Powers):
     def square(self, M: Tensor, C: Tensor, step: Square) -> Tensor:
         out = _product(M, self.whole(M), C, alpha=step.alpha, beta=step.beta)
         if step.delta:
+            write = square_diagonal
+            if out.dtype in HALF_PRECISION and _by_triton(out.device):
+                from .squares_triton import square_diagonal as write
             factors = {"alpha": step.alpha, "beta": step.beta, "delta": step.delta}
-            square_diagonal(M[0], self._diagonal(C), self._diagonal(out), **factors)
+            write(M[0], self._diagonal(C), self._diagonal(out), **factors)
         return out
 
     def _diagonal(self, M: Tensor) -> Tensor:
