@@ -235,6 +235,26 @@ def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> Non
     compared(by_ops, taken, QuantizedLayer(moe, device, problem).step)
 
 
+@pytest.mark.parametrize("down", ["nf4", "fp4", "fp8"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_layer_over_packed_experts_is_two_plans(
+    moe, submodule, device, taken, by_ops, watch, nested, down
+) -> None:
+    """One forward and one back, whatever both stacks share, and no tensor is handed over twice."""
+    layer = QuantizedLayer(moe, device, QuantizedProblem(nested=nested))
+    if down != "nf4":
+        weight = layer.packed[1].decode(dtype=torch.float32)
+        layer.packed[1] = moe.QuantizedExperts.from_weight(weight, quant_type=down)
+        layer.packed[1].strategy = "chunked"
+    place = submodule("moe.eager_layer")
+    calls = watch(place, "replayed", lambda _, name, function, operands, *__: (name, operands))
+    compared(by_ops, taken, layer.step)
+    assert [name for name, _ in calls] == ["experts", "experts_backward"]
+    for _, operands in calls:
+        numbers = [id(x) for x in operands if x is not None]
+        assert len(set(numbers)) == len(numbers)
+
+
 @pytest.fixture
 def prepared(submodule, monkeypatch):
     """Kernels by name and rows of x, of launches that were recorded, none of which was made."""

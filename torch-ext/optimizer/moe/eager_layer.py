@@ -92,7 +92,7 @@ def eager_layer(
         return None
     operands = (x, w1, *leaves1, biases[0], w2, *leaves2, biases[1], gates)
     if torch.is_grad_enabled():
-        out = _Layer.apply(*operands, ids, frozen, launches, form)
+        out = _Layer.apply(*operands, (ids, frozen, launches, form))
     else:  # a node that records nothing takes the host a quarter of such a call
         (out,) = _run((*operands, ids, *frozen), (launches, form), False, ())
     return out if out.shape == hidden_states.shape and dtype is None else _as(out, hidden_states)
@@ -186,11 +186,11 @@ def _dense(
 
 
 class _Layer(torch.autograd.Function):
-    """x, gate_up, its two factors and bias, down, its own, gates and ids -> (T, H)."""
+    """x, gate_up, its two factors and bias, down, its own, gates; what wants none -> (T, H)."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        *leaves, ids, frozen, launches, form = arguments
+        *leaves, (ids, frozen, launches, form) = arguments
         wants, constants = ctx.needs_input_grad[:_LEAVES], (launches, form)
         keeps = True in wants
         out, *kept = _run((*leaves, ids, *frozen), constants, keeps, wants)
@@ -221,7 +221,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wants = ctx.needs_input_grad[:_LEAVES]
     operands = (grad, *ctx.saved_tensors, *ctx.frozen)
     found = iter(replayed("experts_backward", _backward, operands, (*ctx.constants, wants)))
-    return *[next(found) if want else None for want in wants], None, None, None, None
+    return *[next(found) if want else None for want in wants], None
 
 
 def check_single(grad: Tensor) -> None:

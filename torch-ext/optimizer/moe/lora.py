@@ -83,13 +83,11 @@ class PeftFactors(LoraFactors):
         *,
         swapped: bool = False,
     ) -> None:
-        for name, value in (
-            ("matrices", (lora_A, lora_B)),
-            ("num_experts", num_experts),
-            ("scaling", scaling),
-            ("swapped", swapped),
-        ):  # Dynamo of torch 2.11 follows no update of __dict__
-            object.__setattr__(self, name, value)
+        # Dynamo of torch 2.11 follows no update of __dict__; a loop over them takes longer.
+        object.__setattr__(self, "matrices", (lora_A, lora_B))
+        object.__setattr__(self, "num_experts", num_experts)
+        object.__setattr__(self, "scaling", scaling)
+        object.__setattr__(self, "swapped", swapped)
 
     def _views(self) -> tuple[Tensor, Tensor]:
         a, b = factor_views(*self.matrices, self.num_experts)

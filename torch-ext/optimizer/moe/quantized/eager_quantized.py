@@ -25,12 +25,12 @@ class QuantizedLayer:
 
     Args:
         stacks: Of both the format, the stored shape, whether the forward's sum runs along the
-            stored rows, and the number of its tensors.
+            stored rows, the number of its tensors, and the places of its constants among all.
         path: Of the products.
         slice_experts: Of each product, as in `gated_quantized_experts`.
     """
 
-    stacks: tuple[tuple[Format, tuple[int, int, int], bool, int], ...]
+    stacks: tuple[tuple[Format, tuple[int, int, int], bool, int, tuple[int, ...]], ...]
     path: str
     slice_experts: tuple[int, int]
 
@@ -44,8 +44,10 @@ class QuantizedLayer:
 
     @property
     def frozen(self) -> int:
-        """Tensors of both stacks."""
-        return sum(count for *_, count in self.stacks)
+        """Tensors of both stacks, and the constants that they share."""
+        return sum(count for *_, count, _ in self.stacks) + len(
+            {place for *_, places in self.stacks for place in places}
+        )
 
     def num_experts(self, gate_up: None) -> int:
         """E."""
@@ -56,9 +58,11 @@ class QuantizedLayer:
     ) -> tuple[Stack, Stack]:
         """Both stacks."""
         tensors = iter(frozen)
+        own = [tuple(itertools.islice(tensors, count)) for *_, count, _ in self.stacks]
+        constants = tuple(tensors)
         return tuple(
-            Stack(kind, tuple(itertools.islice(tensors, count)), sizes, last)
-            for kind, sizes, last, count in self.stacks
+            Stack(kind, (*mine, *(constants[place] for place in places)), sizes, last)
+            for mine, (kind, sizes, last, _, places) in zip(own, self.stacks, strict=True)
         )
 
     def checked(self, weights: ExpertWeights) -> ExpertWeights:
@@ -108,37 +112,58 @@ def quantized_launches(
         backend: Of `grouped_lora_linear`.
 
     Returns:
-        the launches, and the tensors of both records.
+        the launches, the tensors of both records, and the constants of their formats.
     """
-    records = tuple(as_quantized(weight) for weight in weights)
+    first, second = as_quantized(weights[0]), as_quantized(weights[1])
     path = experts_path(x.device, x.dtype, backend).name
-    if any(type(record) is not QuantizedWeight for record in records):  # offloaded ones come late
+    # Offloaded ones come late.
+    if type(first) is not QuantizedWeight or type(second) is not QuantizedWeight:
         return None, ()
     if not fuses(path, form.activation, True) or trains_biases:
         return None, ()
     seen = (path, backend, rows, x.dtype, x.device, x.data_ptr() % 16)
-    key = (*seen, x.shape, x.stride(), form.transposed, *map(_described, records))
+    key = (*seen, x.shape, x.stride(), form.transposed, *_described(first), *_described(second))
     found = _taken.get(key)
     if found is None:
         check_path(path, x)
         if len(_taken) >= _MOST_TAKEN:
             _taken.clear()
-        constants = tuple(r.format.constants(r.packed.device) for r in records)
-        turned = tuple(r if form.transposed else r.transpose(1, 2) for r in records)
-        taken = pick_slices(x, turned, rows, path, backend != "auto")
-        stacks = tuple(
-            (r.format, tuple(r.stored), r.transposed == form.transposed, len(r.tensors) + len(more))
-            for r, more in zip(records, constants, strict=True)
-        )
-        found = _taken[key] = (None if taken is None else QuantizedLayer(stacks, *taken), constants)
-    launches, (first, second) = found
+        found = _taken[key] = _chosen(x, rows, (first, second), form, path, backend)
+    launches, constants = found
     if launches is None:
         return None, ()
-    return launches, (*records[0].tensors.values(), *first, *records[1].tensors.values(), *second)
+    return launches, (*first.tensors.values(), *second.tensors.values(), *constants)
 
 
-# By what decides them the launches, and for each record what products read beside its tensors.
-_taken: dict[tuple, tuple[QuantizedLayer | None, tuple[tuple[Tensor, ...], ...]]] = {}
+def _chosen(
+    x: Tensor,
+    rows: int,
+    records: tuple[QuantizedWeight, QuantizedWeight],
+    form: Form,
+    path: str,
+    backend: str,
+) -> tuple[QuantizedLayer | None, tuple[Tensor, ...]]:
+    """The launches, and what products read beside the tensors of both records, each tensor once.
+
+    A plan tells tensors that it is given twice from others in every call, and reads both.
+    """
+    turned = tuple(r if form.transposed else r.transpose(1, 2) for r in records)
+    taken = pick_slices(x, turned, rows, path, backend != "auto")
+    own = [r.format.constants(r.packed.device) for r in records]
+    constants = {id(one): one for mine in own for one in mine}
+    places = {number: place for place, number in enumerate(constants)}
+    stacks = tuple(
+        (
+            *(r.format, tuple(r.stored), r.transposed == form.transposed, len(r.tensors)),
+            tuple(places[id(one)] for one in mine),
+        )
+        for r, mine in zip(records, own, strict=True)
+    )
+    return None if taken is None else QuantizedLayer(stacks, *taken), tuple(constants.values())
+
+
+# By what decides them the launches, and the constants.
+_taken: dict[tuple, tuple[QuantizedLayer | None, tuple[Tensor, ...]]] = {}
 _MOST_TAKEN = 1024
 
 

@@ -78,7 +78,7 @@ class QuantizedWeight:
         self.format.check(self.tensors, self.stored)
 
     @classmethod
-    def unchecked(cls, **fields: Any) -> QuantizedWeight:
+    def unchecked(cls, fields: dict[str, Any]) -> QuantizedWeight:
         """A record whose like was checked before: on the path of every call of a layer."""
         record = object.__new__(cls)
         record.__dict__.update(fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class QuantizedExperts(nn.Module):
         ValueError: a shape or option that the format does not have.
     """
 
-    _checked: tuple = ()  # what `quantized_weight` looked at
+    _checked: Sequence[Any] = ()  # what `quantized_weight` looked at
 
     def __init__(
         self,
@@ -185,20 +185,22 @@ class QuantizedExperts(nn.Module):
         """The record that layers take, checked where it differs from the last one in that."""
         own = self._parameters  # an attribute of a module is found several times as late
         tensors = {name: own[name] if name in own else getattr(self, name) for name in self._names}
-        others = {
+        fields = {
             "format": self.format,
+            "tensors": tensors,
             "stored": self.stored,
             "transposed": self.transposed,
             "strategy": self.strategy,
         }
         if torch.compiler.is_compiling():  # under which nothing is written
-            record = QuantizedWeight(tensors=tensors, **others)
+            record = QuantizedWeight(**fields)
             return record if self.keeper is None else self.keeper.record(self, record)
-        seen = others, [(type(x), x.dtype, x.numel()) for x in tensors.values()]
+        seen = [(type(x), x.dtype, x.numel()) for x in tensors.values()]
+        seen += (self.format, self.stored, self.transposed, self.strategy)
         if self._checked == seen:
-            record = QuantizedWeight.unchecked(tensors=tensors, **others)
+            record = QuantizedWeight.unchecked(fields)
         else:
-            record = QuantizedWeight(tensors=tensors, **others)
+            record = QuantizedWeight(**fields)
             self._checked = seen
         return record if self.keeper is None else self.keeper.record(self, record)
 
