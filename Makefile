@@ -64,7 +64,7 @@ SYMM_ENV := $(LINKS) TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_MODULE_LOAD
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations
 
-.PHONY: help setup build announce demo check test test-artifacts test-dist test-symm soak fuzz test-gpu sanitize bench bench-dist \
+.PHONY: help setup build prebuilt announce demo check test test-artifacts test-dist test-symm soak fuzz test-gpu sanitize bench bench-dist \
     plots reference publish clean
 
 help:  ## list the commands
@@ -84,6 +84,9 @@ $(VENV)/.ready $(VENV)/.ready-demo: tools/requirements.txt
 
 build: $(DEMO_READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
 	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
+
+prebuilt: $(READY)  ## Triton's machine code for listed layers into the CUDA variants in build/
+	$(PY) tools/prebuild.py $(ARGS)
 
 demo: announce build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)

@@ -24,6 +24,7 @@ from local_build.project import Project, load_project, read_identity
 ROOT = Path(__file__).resolve().parent.parent
 REPO_TYPE = "kernel"
 METADATA = "metadata.json"
+PREBUILT = Path("kernels", "launch", "prebuilt_sm90.zip")  # of tools/prebuild.py
 SIGNATURE = "metadata.json.sigstore"
 # e_machine, the 16-bit number at byte 18 of an ELF file (System V ABI, its processor supplements).
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -152,6 +153,8 @@ def check_variant(
     problems += verify_digest(folder)
     problems += check_listed(folder)
     problems += check_binaries(project, folder)
+    if not (folder / PREBUILT).is_file() and str(metadata.backend.backend_type) == "cuda":
+        problems.append(f"brings no {PREBUILT.name}, so first calls compile: make prebuilt")
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]

@@ -4,7 +4,7 @@
 for each of them. A launch plan launches through the driver, so it needs the machine code alone:
 Triton's passes and ptxas, which run without Python's lock. What was compiled stays in Triton's
 cache folder (TRITON_CACHE_DIR), under keys of its own: Triton's would read all of its library,
-which takes a second.
+which takes a second. What came with the package (`prebuilt`) is compiled nowhere.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .prebuilt import CAPABILITY, Compiled, prebuilt
 
 _logger = logging.getLogger(__name__)
 
@@ -62,16 +64,6 @@ class Specialization:
     signature: dict[str, str]
     constants: dict[tuple[int], Any]
     attributes: dict[tuple[int], list]
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """Machine code, the name in it, threads of a block and bytes of dynamic shared memory."""
-
-    code: bytes
-    name: str
-    threads: int
-    shared: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +138,14 @@ def compile_kernel(
             first = functools.partial(_begin, kernel, found, options, device)
             job = _Job(Future(), len(kernel.src), first, machine_code)
             _kernels[key] = job, Kernel(job.future, device)
-        elif _kernels[key][0].future.done() or _later():
+            came = prebuilt(kernel, found, options)
+            if came is not None and torch.cuda.get_device_capability(device) == CAPABILITY:
+                job.future.set_result(came)
+        elif _later():
             return _kernels[key][1]
         job, result = _kernels[key]
+    if job.future.done():
+        return result
     _enqueue(job)
     return result
 
@@ -173,6 +170,12 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
     with _guard:
         _background[:] = [one for one in _background if not one.done()] + [job.future]
     _enqueue(job, later=True)
+
+
+def compiles() -> bool:
+    """Whether a kernel that was asked for is not compiled yet."""
+    with _guard:
+        return any(not job.future.done() for job, _ in _kernels.values())
 
 
 def settle() -> None:

@@ -1,0 +1,142 @@
+"""Machine code that comes with the package: tools/prebuild.py makes it, a first call takes it."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ..._checkout import ROOT, tool
+from ...conftest import module_fixture
+from .test_triton_compile import asked, kernel, order  # noqa: F401
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+compiler = module_fixture("kernels.launch.triton_compile")
+prebuilt = module_fixture("kernels.launch.prebuilt")
+
+
+@pytest.fixture
+def archive(prebuilt, monkeypatch, tmp_path):
+    """Where the package looks for an archive, which is not there yet."""
+    path = tmp_path / "prebuilt_sm90.zip"
+    monkeypatch.setattr(prebuilt, "ARCHIVE", path)
+    prebuilt._archive.cache_clear()
+    yield path
+    prebuilt._archive.cache_clear()
+
+
+@pytest.fixture
+def came(compiler, prebuilt, archive, kernel):  # noqa: F811
+    """The machine code that came for `asked(compiler, kernel, 7)`."""
+    from .test_triton_compile import arguments
+
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    made = prebuilt.Compiled(b"code", "scaled_copy", 96, 5)
+    key = prebuilt.key_of(kernel, found, {"number": 7})
+    archive.write_bytes(prebuilt.archive_of([(key, made)]))
+    return made
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_what_came_is_not_compiled(
+    compiler,
+    came,
+    kernel,  # noqa: F811
+    order,  # noqa: F811
+    monkeypatch,
+    capability,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    found = [asked(compiler, kernel, number) for number in (7, 7, 8)]
+    compiler._turn.release()
+    serves = capability == compiler.CAPABILITY
+    threads = came.threads if serves else 64
+    assert [one.loaded().threads for one in found] == [threads, threads, 64]
+    assert order.found == ([8] if serves else [7, 8])
+    assert found[0] is found[1]
+
+
+def test_code_of_other_sources_is_none(compiler, prebuilt, came, kernel, monkeypatch) -> None:  # noqa: F811
+    from .test_triton_compile import arguments
+
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    assert prebuilt.prebuilt(kernel, found, {"number": 7}) == came
+    assert prebuilt.prebuilt(kernel, found, {"number": 8}) is None
+    other = compiler.specialization(kernel, arguments(), {"BLOCK": 32})
+    assert prebuilt.prebuilt(kernel, other, {"number": 7}) is None
+    monkeypatch.setattr(prebuilt, "sources_digest", lambda: "other")
+    assert prebuilt.prebuilt(kernel, found, {"number": 7}) is None
+
+
+def test_without_an_archive_there_is_none(prebuilt, archive) -> None:
+    assert not archive.exists() and prebuilt.prebuilt(None, None, {}) is None
+
+
+MADE = """
+import sys
+sys.path.insert(0, {tools!r})
+import prebuild
+
+prebuild.layers = lambda: [prebuild.Layer(prebuild.MODELS["OLMoE-1B-7B"], 16)]
+prebuild.load("moe.eager_layer")._MEANS = (256,)
+prebuild.BUILD = prebuild.Path({build!r})
+sys.exit(prebuild.main([]))
+"""
+FIRST_CALL = """
+import torch
+from kernels import get_kernel
+
+moe = get_kernel({repo_id!r}, version=1, trust_remote_code=True).moe
+kind = dict(device="cuda", dtype=torch.bfloat16)
+layer = moe.Experts(64, 2048, 1024, **kind)
+layer.add_adapter(r=16, alpha=32, dtype=torch.bfloat16)
+x = torch.randn(2048, 2048, **kind, requires_grad=True)
+top = torch.topk(torch.rand(2048, 64, device="cuda"), 8, -1)
+gates = top.values.bfloat16().requires_grad_()
+layer(x, top.indices, gates).backward(torch.ones_like(x))
+assert torch.isfinite(x.grad).all() and torch.isfinite(gates.grad).all()
+"""
+
+
+def test_a_layer_of_the_list(repo_id, device, tmp_path, prebuilt) -> None:
+    """The archive is the same twice and has digests; on capability 9.0 a call compiles nothing."""
+    source = prebuilt.ARCHIVE.parents[2]
+    root = tmp_path / "root"
+    variant = root / "build" / f"{source.name.partition('-stable')[0]}-stable-cu130"
+    if device.type == "cuda":
+        variant = root / "build" / source.name
+    shutil.copytree(source, variant, ignore=shutil.ignore_patterns("__pycache__", "*.zip"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    program = MADE.format(tools=str(ROOT / "tools"), build=str(root / "build"))
+    contents = []
+    for _ in range(2):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        contents.append((variant / prebuilt.ARCHIVE.relative_to(source)).read_bytes())
+    assert contents[0] == contents[1]
+    assert str(ROOT).encode() not in contents[0]
+    assert tool("publish").verify_digest(variant) == []
+    assert json.loads((variant / "metadata.json").read_text())["digest"]["files"]
+    if device.type == "cuda" and torch.cuda.get_device_capability() == prebuilt.CAPABILITY:
+        cache = tmp_path / "cache"
+        environment |= {"LOCAL_KERNELS": f"{repo_id}={root}", "TRITON_CACHE_DIR": str(cache)}
+        command = [sys.executable, "-c", FIRST_CALL.format(repo_id=repo_id)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert not cache.exists() or not list(cache.rglob("*.cubin"))
+
+
+def test_another_checkouts_variant_is_refused(tmp_path) -> None:
+    variant = tmp_path / "torch-cu130"
+    variant.mkdir()
+    with pytest.raises(SystemExit, match="is not as in this checkout; build torch-cu130 again"):
+        tool("prebuild").check_sources(variant)
