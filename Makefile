@@ -33,6 +33,7 @@ PY := python3
 CLANG_FORMAT := clang-format
 READY :=
 DEMO_READY :=
+PREBUILD :=
 else
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 # Another torch brings the triton it was released with; the interpreter of triton 3.6 fails on numpy 2.4.
@@ -42,6 +43,7 @@ READY := $(VENV)/.ready
 # A complete environment serves the demo, too.
 DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-demo)
 CLANG_FORMAT := $(VENV)/bin/clang-format
+PREBUILD := $(VENV)/prebuild
 endif
 
 BACKEND ?=
@@ -85,8 +87,13 @@ $(VENV)/.ready $(VENV)/.ready-demo: tools/requirements.txt
 build: $(DEMO_READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
 	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
 
-prebuilt: $(READY)  ## Triton's machine code for listed layers into the CUDA variants in build/
-	$(PY) tools/prebuild.py $(ARGS)
+$(VENV)/prebuild: tools/requirements-prebuild.txt  # the Triton whose machine code variants bring
+	sed -n '/^triton==/,/[^\\]$$/p' $< > $(VENV)/prebuild.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $(VENV)/prebuild.txt
+	touch $@
+
+prebuilt: $(READY) $(PREBUILD)  ## Triton's machine code for listed layers into the CUDA variants in build/
+	$(if $(PREBUILD),PYTHONPATH=$(PREBUILD)) $(PY) tools/prebuild.py $(ARGS)
 
 demo: announce build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)

@@ -85,7 +85,8 @@ sys.path.insert(0, {tools!r})
 import prebuild
 
 prebuild.layers = lambda: [prebuild.Layer(prebuild.MODELS["OLMoE-1B-7B"], 16)]
-prebuild.load("moe.eager_layer")._MEANS = (256,)
+prebuild.MEANS = (256,)
+prebuild.TRITON = prebuild.triton.__version__
 prebuild.BUILD = prebuild.Path({build!r})
 sys.exit(prebuild.main([]))
 """
