@@ -54,7 +54,7 @@ class Piece:
 def arranged(
     results: dict[int, tuple[int, int]], spans: dict[int, Span], steps: int
 ) -> list[Piece]:
-    """The allocations of a plan: one for all spans, or one each where that would keep too much.
+    """The allocations of a plan: one for all spans, or as few as do not keep too much.
 
     Args:
         results: Bytes of each result, and the step from which on it is there.
@@ -63,11 +63,24 @@ def arranged(
     """
     if not spans:
         return []
-    together = [_piece(spans, packed(spans))]
-    apart = [_piece({index: span}, {index: 0}) for index, span in spans.items()]
-    most = _peak(results, apart, steps)
+    together = _piece(spans)
+    apart = {index: _piece({index: span}) for index, span in spans.items()}
+    most = _peak(results, apart.values(), steps)
     enough = max(_PEAK * most, most + _SLACK)
-    return together if _peak(results, together, steps) <= enough else apart
+    if _peak(results, [together], steps) <= enough:
+        return [together]
+    pieces: list[Piece] = []
+    for index in sorted(spans, key=lambda index: -spans[index].bytes):
+        own = apart.pop(index)
+        for n, piece in enumerate(pieces):
+            joined = _piece({one: spans[one] for one in (*piece.offsets, index)})
+            others = (*pieces[:n], *pieces[n + 1 :], *apart.values())
+            if _peak(results, (joined, *others), steps) <= enough:
+                pieces[n] = joined
+                break
+        else:
+            pieces.append(own)
+    return pieces
 
 
 def packed(spans: dict[int, Span]) -> dict[int, int]:
@@ -88,7 +101,8 @@ def packed(spans: dict[int, Span]) -> dict[int, int]:
     return offsets
 
 
-def _piece(spans: dict[int, Span], offsets: dict[int, int]) -> Piece:
+def _piece(spans: dict[int, Span]) -> Piece:
+    offsets = packed(spans)
     regions = [span.region for span in spans.values()]
     life = (min(begin for begin, _ in regions), max(end for _, end in regions))
     return Piece(max(offsets[n] + span.bytes for n, span in spans.items()), life, offsets)
