@@ -278,6 +278,7 @@ def prepared(submodule, monkeypatch):
         compile_one(operands)
 
     monkeypatch.setattr(ahead, "in_background", in_background)
+    monkeypatch.setattr(ahead, "compiles", lambda: True)
     monkeypatch.setattr(ahead, "_begun", set())
     return launches
 
@@ -300,6 +301,16 @@ def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> Non
     layer(x, ids, gates)
     names = [name for name, _ in prepared]
     assert names.count("_gated_backward") == 1, "the heights were begun before"
+
+
+def test_nothing_is_begun_ahead_of_what_came(
+    moe, submodule, device, taken, prepared, monkeypatch
+) -> None:
+    """A package that brings a layer's kernels brings those of all heights."""
+    monkeypatch.setattr(submodule("moe.eager_layer"), "compiles", lambda: False)
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
+    layer(x, ids, gates)
+    assert [name for name, _ in prepared].count("_gated_forward") == 2, "prepared and recorded"
 
 
 def test_ids_and_gates_with_gaps_are_played(moe, plans, device, taken, prepared, monkeypatch):
