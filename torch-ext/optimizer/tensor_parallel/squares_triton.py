@@ -1,5 +1,7 @@
 """Sums of squares by Triton: those of a norm, and of the diagonal of a matrix's square.
 
+Launches are recorded and played (`kernels.launch`), so that none needs a C compiler.
+
 sum_of_squares   one program per block of elements, in float64, and torch's sum of theirs. torch's
                  norm in float64 first writes its operand in that dtype.
 square_diagonal  one program per row: alpha ||row||^2 + beta C + delta in float32, rounded once. Two
@@ -13,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.checks import on_device_of
+from ..kernels.launch.launch_plan import launch, replayed
 
 _BLOCK = 8192  # elements: with 4 warps 8 loads of 16 bytes per thread in half precision
 
@@ -28,12 +30,14 @@ def _squares(x, sums, total, BLOCK: tl.constexpr):
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """The sum of the squares of all elements of x, a number in float64."""
-    x = x.contiguous()
-    sums = x.new_empty(triton.cdiv(x.numel(), _BLOCK), dtype=torch.float64)
-    if len(sums):
-        with on_device_of(x):
-            _squares[(len(sums),)](x, sums, x.numel(), BLOCK=_BLOCK)
+    (sums,) = replayed("sum_of_squares", _sums, (x.contiguous(),), ())
     return sums.sum()
+
+
+def _sums(x: Tensor) -> list[Tensor]:
+    sums = x.new_empty(triton.cdiv(x.numel(), _BLOCK), dtype=torch.float64)
+    launch(_squares, (len(sums),))(x, sums, x.numel(), BLOCK=_BLOCK)
+    return [sums]
 
 
 @triton.jit
@@ -63,7 +67,10 @@ def square_diagonal(
     M: Tensor, C: Tensor, out: Tensor, *, alpha: float, beta: float, delta: float
 ) -> None:
     """`orthogonalize.products.square_diagonal` of contiguous rows M (r, n), in one launch."""
-    with on_device_of(M):
-        _diagonal[(len(M),)](
-            M, C, out, M.shape[1], C.stride(0), out.stride(0), alpha, beta, delta, BLOCK=_BLOCK
-        )
+    replayed("square_diagonal", _write_diagonal, (M, C, out), (alpha, beta, delta))
+
+
+def _write_diagonal(M: Tensor, C: Tensor, out: Tensor, *scalars: float) -> list[Tensor]:
+    steps = (C.stride(0), out.stride(0))
+    launch(_diagonal, (len(M),))(M, C, out, M.shape[1], *steps, *scalars, BLOCK=_BLOCK)
+    return [M.new_empty(0)]  # what is played has a result
