@@ -33,7 +33,21 @@ from triton.backends.compiler import GPUTarget
 ARCHIVE = Path("kernels", "launch", "prebuilt_sm90.zip")  # in a variant
 BUILD = Path(__file__).resolve().parents[1] / "build"
 ON = torch.device("cpu")  # where stand-ins lie: tables of tiles take it for capability 9.0
-TRAINED = (True, False, True, True, False, False, True, True, False, True)  # x, LoRA and the gates
+# Whether x, gate_up, its A and B and bias, down, its own, and the gates want a gradient.
+TRAINED = (True, False, True, True, False, False, True, True, False, True)
+FIRST = (
+    False,
+    False,
+    True,
+    True,
+    False,
+    False,
+    True,
+    True,
+    False,
+    False,
+)  # before it nothing trains
+FROZEN = (True, *(False,) * 8, True)
 MULTIPROCESSORS = 132  # of an H100 or H200
 # Whose code was measured; that of 3.7.1 takes up to 8 % longer. `make prebuilt` finds it.
 TRITON = "3.6.0"
@@ -64,13 +78,14 @@ LORA = (torch.bfloat16, torch.float32)  # PEFT makes the second one of the first
 
 
 class Layer(NamedTuple):
-    """A layer in bfloat16 whose adapters lie as PEFT stores them."""
+    """A layer in bfloat16 whose adapters lie as PEFT stores them; without any if the rank is 0."""
 
     model: Model
-    rank: int
+    rank: int = 0
     lora: torch.dtype = torch.bfloat16
     gates: torch.dtype = torch.bfloat16
     format: str | None = None
+    wants: tuple[bool, ...] = TRAINED
 
 
 def layers() -> list[Layer]:
@@ -78,6 +93,8 @@ def layers() -> list[Layer]:
     kinds = list(itertools.product(MODELS.values(), LORA))
     found = [Layer(model, rank, lora) for model, lora in kinds for rank in RANKS]
     found += [Layer(model, 16, lora, torch.float32) for model, lora in kinds]
+    found += [Layer(model, rank, lora, wants=FIRST) for model, lora in kinds for rank in (16, 8)]
+    found += [Layer(model, wants=FROZEN) for model in MODELS.values()]
     return found + [
         Layer(model, 16, lora, format=kind)
         for model, lora in kinds
@@ -101,12 +118,13 @@ def weights_of(layer: Layer) -> tuple[Any, list, list]:
     for name in ("fp8", "mxfp4"):
         load(f"kernels.quant.formats.{name}")
     form = load("kernels.quant.formats").format_of(layer.format)
+    constants = [new(*one.shape, of=one.dtype) for one in form.constants(ON)]
     stacks, frozen = [], []
     for stored in sizes:
         tensors = [new(count, of=kind) for count, kind in form.layout(stored).values()]
-        tensors += [new(*one.shape, of=one.dtype) for one in form.constants(ON)]
-        stacks.append((form, stored, True, len(tensors)))
+        stacks.append((form, stored, True, len(tensors), tuple(range(len(constants)))))
         frozen += tensors
+    frozen += constants
     quantized = load("moe.quantized.eager_quantized").QuantizedLayer
     return quantized(tuple(stacks), load("dispatch").MEASURED, (0, 0)), [None, None], frozen
 
@@ -119,11 +137,12 @@ def record(layer: Layer, tokens: int) -> None:
     factors, biases = [], []
     for k, n in ((hidden, 2 * inner), (inner, hidden)):
         shapes = ((experts * layer.rank, k), (n, experts * layer.rank))
-        factors += (new(*shape, of=layer.lora) for shape in shapes)
+        factors += (new(*shape, of=layer.lora) if layer.rank else None for shape in shapes)
         biases.append(new(experts, n) if oss else None)
     activation = "gpt_oss" if oss else "silu"
     transposed = oss and layer.format is None
-    form = load("moe.layout").Form(activation, oss, transposed, (2.0, 2.0), ("matrices",) * 2)
+    lies = "matrices" if layer.rank else None
+    form = load("moe.layout").Form(activation, oss, transposed, (2.0, 2.0), (lies, lies))
     leaves = (new(tokens, hidden), w1, *factors[:2], biases[0], w2, *factors[2:], biases[1])
     leaves += (new(tokens, top_k, of=layer.gates),)
     operands = (*leaves, new(tokens, top_k, of=torch.int64), *frozen)
@@ -131,7 +150,7 @@ def record(layer: Layer, tokens: int) -> None:
         raise RuntimeError(f"{layer} cannot be recorded")
     out, *kept = prepare(eager._forward, operands, (launches, form, True))
     operands = (out, *leaves, *kept, *frozen)
-    if prepare(eager._backward, operands, (launches, form, TRAINED)) is None:
+    if prepare(eager._backward, operands, (launches, form, layer.wants)) is None:
         raise RuntimeError(f"the backward of {layer} cannot be recorded")
 
 
