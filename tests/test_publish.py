@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shutil
+import zipfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -128,6 +129,19 @@ def test_what_a_variant_must_be(checkout: Path):
     assert "provenance names no commit" in refusal(checkout)
     shutil.rmtree(variant)
     assert "no variant in" in refusal(checkout)
+
+
+def test_a_cuda_variant_brings_machine_code(checkout: Path):
+    variant = variant_of(checkout)
+    archive = variant / tool("publish").PREBUILT
+    complaint = "brings no prebuilt_sm90.zip, so first calls compile: make prebuilt"
+    archive.touch()
+    assert complaint not in refusal(checkout), "those of other backends need none"
+    edit_metadata(checkout, backend={"type": "cuda", "archs": ["9.0a"]})
+    assert complaint in refusal(checkout)
+    with zipfile.ZipFile(archive, "w"):
+        assert complaint in refusal(checkout), "it is not whole"
+    assert complaint not in refusal(checkout)
 
 
 def test_a_variant_of_another_commit_is_refused(checkout: Path):

@@ -196,7 +196,7 @@ def compiled(key: str) -> tuple[str, Any]:
 
 def check_sources(variant: Path) -> None:
     """Exit unless the kernels of a variant are those of this checkout."""
-    for path in sorted((PACKAGE / "kernels").rglob("*_triton.py")):
+    for path in load("kernels.launch.prebuilt").sources(PACKAGE):
         there = variant / path.relative_to(PACKAGE)
         if not there.is_file() or there.read_bytes() != path.read_bytes():
             sys.exit(f"{there} is not as in this checkout; build {variant.name} again")

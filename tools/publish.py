@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def check_variant(
     problems += verify_digest(folder)
     problems += check_listed(folder)
     problems += check_binaries(project, folder)
-    if not (folder / PREBUILT).is_file() and str(metadata.backend.backend_type) == "cuda":
+    if str(metadata.backend.backend_type) == "cuda" and not zipfile.is_zipfile(folder / PREBUILT):
         problems.append(f"brings no {PREBUILT.name}, so first calls compile: make prebuilt")
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:

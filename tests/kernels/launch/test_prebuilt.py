@@ -1,5 +1,6 @@
 """Machine code that comes with the package: tools/prebuild.py makes it, a first call takes it."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -13,6 +14,8 @@ import torch
 from ..._checkout import ROOT, tool
 from ...conftest import module_fixture
 from .test_triton_compile import asked, kernel, order  # noqa: F401
+
+GPU = torch.device("cuda", 0)  # whose driver no test here asks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -54,13 +57,18 @@ def test_what_came_is_not_compiled(
     capability,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    found = [asked(compiler, kernel, number) for number in (7, 7, 8)]
+    compiler._takes_prebuilt.cache_clear()
+    found = [asked(compiler, kernel, number, GPU) for number in (7, 7)]
+    assert compiler.compiles() == (capability != compiler.CAPABILITY)
+    found.append(asked(compiler, kernel, 8, GPU))
+    assert compiler.compiles()
     compiler._turn.release()
     serves = capability == compiler.CAPABILITY
     threads = came.threads if serves else 64
     assert [one.loaded().threads for one in found] == [threads, threads, 64]
     assert order.found == ([8] if serves else [7, 8])
     assert found[0] is found[1]
+    compiler._takes_prebuilt.cache_clear()
 
 
 def test_code_of_other_sources_is_none(compiler, prebuilt, came, kernel, monkeypatch) -> None:  # noqa: F811
@@ -75,8 +83,43 @@ def test_code_of_other_sources_is_none(compiler, prebuilt, came, kernel, monkeyp
     assert prebuilt.prebuilt(kernel, found, {"number": 7}) is None
 
 
+def test_numbers_that_are_compiled_in_are_sources(prebuilt) -> None:
+    """Kernels read constants of their own modules and of those below."""
+    package = prebuilt.ARCHIVE.parents[2]
+    names = {path.relative_to(package).as_posix() for path in prebuilt.sources(package)}
+    assert {"reference/glu.py", "reference/nf4.py"} < names
+    assert {p.relative_to(package).as_posix() for p in package.rglob("*_triton.py")} < names
+
+
 def test_without_an_archive_there_is_none(prebuilt, archive) -> None:
     assert not archive.exists() and prebuilt.prebuilt(None, None, {}) is None
+
+
+def test_a_damaged_archive_is_said_and_compiled_instead(
+    compiler,
+    prebuilt,
+    archive,
+    came,
+    kernel,  # noqa: F811
+    caplog,
+) -> None:
+    """Whatever is damaged, none of it becomes code, and no call fails."""
+    from .test_triton_compile import arguments
+
+    found, whole = compiler.specialization(kernel, arguments(), {"BLOCK": 64}), archive.read_bytes()
+    said = importlib.import_module(prebuilt.__name__.partition(".kernels.")[0] + ".dispatch")
+    flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(len(whole))]
+    outcomes = set()
+    for content in (b"", whole[: len(whole) // 2], whole[100:], *flipped):
+        archive.write_bytes(content)
+        prebuilt._archive.cache_clear()
+        said.say_once.cache_clear()
+        caplog.clear()
+        taken = prebuilt.prebuilt(kernel, found, {"number": 7})
+        assert taken in (came, None)
+        outcomes.add((taken is None, "is damaged" in caplog.text))
+    assert outcomes == {(True, True), (True, False), (False, False)}, "names, and dates, too"
+    said.say_once.cache_clear()
 
 
 MADE = """

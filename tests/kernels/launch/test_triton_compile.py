@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 compiler = module_fixture("kernels.launch.triton_compile")
+CPU = torch.device("cpu")
 OPTIONS = {"num_warps": 2, "launch_pdl": True}
 
 
@@ -169,9 +170,9 @@ def wait_for(happened) -> None:
         time.sleep(0.01)
 
 
-def asked(compiler, kernel, number):
+def asked(compiler, kernel, number, device=CPU):
     found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
-    return compiler.compile_kernel(kernel, found, {"number": number}, torch.device("cpu"))
+    return compiler.compile_kernel(kernel, found, {"number": number}, device)
 
 
 def test_asked_for_twice_it_is_loaded_once(compiler, kernel, order) -> None:

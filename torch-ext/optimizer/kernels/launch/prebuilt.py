@@ -17,9 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import dispatch
+
 CAPABILITY = (9, 0)
 ARCHIVE = Path(__file__).with_name("prebuilt_sm90.zip")
-_KERNELS = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
+_DAMAGED = "%s is damaged (%s): its kernels are compiled at first calls. Download the package again"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every entry: the same code makes the same archive
 
 
@@ -50,30 +53,44 @@ def key_of(kernel: Any, found: Any, options: dict[str, Any]) -> str:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of all modules that hold a kernel or what one calls."""
+    """Of all `sources`."""
     digest = hashlib.sha256()
-    for path in sorted(_KERNELS.rglob("*_triton.py")):
+    for path in sources(_PACKAGE):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
+def sources(package: Path) -> list[Path]:
+    """All modules that hold a kernel, what one calls, or numbers that are compiled in."""
+    found = (*package.rglob("*_triton.py"), *package.joinpath("reference").rglob("*.py"))
+    return sorted(found)
+
+
 def prebuilt(kernel: Any, found: Any, options: dict[str, Any]) -> Compiled | None:
-    """The machine code of the archive; None if there is none for this."""
+    """The machine code of the archive; None if there is none for this, or damage, which is said."""
     archive = _archive()
     if archive is None:
         return None
     name = key_of(kernel, found, options)
     try:
         described = json.loads(archive.read(f"{name}.json"))
+        return Compiled(archive.read(f"{name}.cubin"), **described)
     except KeyError:
         return None
-    return Compiled(archive.read(f"{name}.cubin"), **described)
+    except Exception as error:  # checksums, or whatever the reader stumbles over
+        dispatch.say_once(_DAMAGED, str(ARCHIVE), repr(error))
+        return None
 
 
 @functools.cache
 def _archive() -> zipfile.ZipFile | None:
-    # Read at once: processes that fork would share the place in an open file.
-    return zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())) if ARCHIVE.is_file() else None
+    if not ARCHIVE.is_file():
+        return None
+    try:  # Read at once: processes that fork would share the place in an open file.
+        return zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes()))
+    except Exception as error:
+        dispatch.say_once(_DAMAGED, str(ARCHIVE), repr(error))
+        return None
 
 
 def archive_of(kernels: Iterable[tuple[str, Compiled]]) -> bytes:

@@ -137,10 +137,10 @@ def compile_kernel(
         if key not in _kernels:
             first = functools.partial(_begin, kernel, found, options, device)
             job = _Job(Future(), len(kernel.src), first, machine_code)
-            _kernels[key] = job, Kernel(job.future, device)
-            came = prebuilt(kernel, found, options)
-            if came is not None and torch.cuda.get_device_capability(device) == CAPABILITY:
+            came = prebuilt(kernel, found, options) if _takes_prebuilt(device) else None
+            if came is not None:
                 job.future.set_result(came)
+            _kernels[key] = job, Kernel(job.future, device)
         elif _later():
             return _kernels[key][1]
         job, result = _kernels[key]
@@ -148,6 +148,11 @@ def compile_kernel(
         return result
     _enqueue(job)
     return result
+
+
+@functools.cache
+def _takes_prebuilt(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 def in_background(function: Callable[..., None], *arguments: Any) -> None:
