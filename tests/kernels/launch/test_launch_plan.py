@@ -334,6 +334,13 @@ def test_a_copy_is_no_view(plans, current) -> None:
                 record(plans, run, operands)
 
 
+def test_a_variant_without_the_op_plays_nothing(plans, submodule, device) -> None:
+    """That for CPUs computes on a GPU by torch and by Triton."""
+    there = torch.device("cuda", 0)
+    assert plans._plays(there) == (device.type == "cuda")
+    assert submodule("tensor_parallel.newton_schulz")._by_triton(there) == (device.type == "cuda")
+
+
 def test_memory_in_two_pieces_where_one_would_keep_too_much(
     plans, memory, current, monkeypatch
 ) -> None:

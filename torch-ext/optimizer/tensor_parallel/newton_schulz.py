@@ -260,8 +260,9 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 @functools.cache
 def _by_triton(device: torch.device) -> bool:
-    """Whether sums of squares on a device are Triton's."""
-    return device.type == "cuda" and dispatch.has_triton()
+    """Whether sums of squares on a device are Triton's, played without a C compiler."""
+    compiled = device.type == "cuda" and dispatch.has_compiled("launch_plan", "CUDA")
+    return compiled and dispatch.has_triton()
 
 
 def iterated(

@@ -235,7 +235,7 @@ def stand_in(
 @functools.cache
 def _plays(device: torch.device) -> bool:
     """Whether launches on a device can be played again: CUDA's, by the compiled op."""
-    return device.type == "cuda"
+    return device.type == "cuda" and dispatch.has_compiled("launch_plan", "CUDA")
 
 
 def _recorded(
