@@ -35,25 +35,14 @@ BUILD = Path(__file__).resolve().parents[1] / "build"
 ON = torch.device("cpu")  # where stand-ins lie: tables of tiles take it for capability 9.0
 # Whether x, gate_up, its A and B and bias, down, its own, and the gates want a gradient.
 TRAINED = (True, False, True, True, False, False, True, True, False, True)
-FIRST = (
-    False,
-    False,
-    True,
-    True,
-    False,
-    False,
-    True,
-    True,
-    False,
-    False,
-)  # before it nothing trains
+FIRST = (False, *TRAINED[1:-1], False)  # before it nothing trains
 FROZEN = (True, *(False,) * 8, True)
 MULTIPROCESSORS = 132  # of an H100 or H200
 # Whose code was measured; that of 3.7.1 takes up to 8 % longer. `make prebuilt` finds it.
 TRITON = "3.6.0"
 # Mean rows per expert. Between the heights of tiles memory decides what runs beside what, and so
 # which kernels: densely where it is scarce.
-MEANS = (1, 2, *range(4, 64, 4), 49, 64, 96, 128, 512)
+MEANS = (1, 2, *range(4, 64, 4), 49, 64, 96, 128, 512, 1024)
 
 
 class Model(NamedTuple):
@@ -108,9 +97,9 @@ def new(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return load("kernels.launch.launch_plan").stand_in(shape, strides, of, ON)
 
 
-def weights_of(layer: Layer) -> tuple[Any, list, list]:
+def weights_of(layer: Layer, tokens: int) -> tuple[Any, list, list]:
     """The launches of a layer, both stored weights, and the frozen tensors."""
-    experts, hidden, inner, _, oss = layer.model
+    experts, hidden, inner, top_k, oss = layer.model
     sizes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
     if layer.format is None:
         dense = load("moe.eager_layer")._DENSE[oss]
@@ -125,15 +114,21 @@ def weights_of(layer: Layer) -> tuple[Any, list, list]:
         stacks.append((form, stored, True, len(tensors), tuple(range(len(constants)))))
         frozen += tensors
     frozen += constants
-    quantized = load("moe.quantized.eager_quantized").QuantizedLayer
-    return quantized(tuple(stacks), load("dispatch").MEASURED, (0, 0)), [None, None], frozen
+    quantized, strategy = (load(f"moe.quantized.{n}") for n in ("eager_quantized", "strategy"))
+    path, slices = load("dispatch").MEASURED, (0, 0)
+    if tokens * top_k > strategy.COMPILED_UP_TO_ROWS * experts:
+        path = "triton"
+        slices = tuple(
+            strategy.chunk_experts(e, n * k, torch.bfloat16.itemsize) for e, n, k in sizes
+        )
+    return quantized.QuantizedLayer(tuple(stacks), path, slices), [None, None], frozen
 
 
 def record(layer: Layer, tokens: int) -> None:
     """Forward without gradients, and forward and backward, of so many tokens."""
     eager, prepare = load("moe.eager_layer"), load("kernels.launch.launch_plan").prepare
     experts, hidden, inner, top_k, oss = layer.model
-    launches, (w1, w2), frozen = weights_of(layer)
+    launches, (w1, w2), frozen = weights_of(layer, tokens)
     factors, biases = [], []
     for k, n in ((hidden, 2 * inner), (inner, hidden)):
         shapes = ((experts * layer.rank, k), (n, experts * layer.rank))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +178,16 @@ def test_a_layer_of_the_list(repo_id, device, tmp_path, prebuilt) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert not cache.exists() or not list(cache.rglob("*.cubin"))
+
+
+def test_a_layer_launches_what_is_compiled_for_it() -> None:
+    """Dense, packed and frozen layers at loads between those of the tool."""
+    script = Path(__file__).with_name("layers_of_the_list.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(script), str(ROOT / "tools")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_checkouts_variant_is_refused(tmp_path) -> None:
