@@ -142,7 +142,12 @@ def test_every_requirement_is_one_version(path) -> None:
     assert [name for name in names if not re.fullmatch(r"[\w.-]+==[\w.]+", name)] == []
 
 
-def test_the_release_installs_by_digest() -> None:
-    locked, wanted = (requirements(f"requirements-release.{end}") for end in ("txt", "in"))
+@pytest.mark.parametrize("kind", ["release", "prebuild"])
+def test_what_is_sent_is_made_by_digest(kind) -> None:
+    """With the versions of the other tools, but for the Triton whose code was measured."""
+    locked, wanted = (requirements(f"requirements-{kind}.{end}") for end in ("txt", "in"))
     assert [name for name, digests in locked.items() if not digests] == []
-    assert set(wanted) <= set(locked) and set(wanted) <= set(requirements("requirements.txt"))
+    assert set(wanted) <= set(locked)
+    measured = re.findall(r'^TRITON = "(.+)"', (ROOT / "tools" / "prebuild.py").read_text(), re.M)
+    others = {f"triton=={number}" for number in measured if kind == "prebuild"}
+    assert set(wanted) - set(requirements("requirements.txt")) == others
