@@ -63,6 +63,7 @@ MODELS = {
     "gpt-oss-20b": Model(32, 2880, 2880, 4, oss=True),
 }
 RANKS = (16, 8, 32, 64)
+FORMATS = ("'nf4'", "'nf4' nested=True", "'fp8'", "'mxfp4'")  # of gpt-oss the last one
 LORA = (torch.bfloat16, torch.float32)  # PEFT makes the second one of the first
 
 
@@ -87,7 +88,7 @@ def layers() -> list[Layer]:
     return found + [
         Layer(model, 16, lora, format=kind)
         for model, lora in kinds
-        for kind in (("mxfp4",) if model.oss else ("nf4", "fp8"))
+        for kind in (FORMATS[-1:] if model.oss else FORMATS[:-1])
     ]
 
 
@@ -97,6 +98,13 @@ def new(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return load("kernels.launch.launch_plan").stand_in(shape, strides, of, ON)
 
 
+def format_of(layer: Layer) -> Any:
+    """The `Format` of packed experts."""
+    for name in ("fp8", "mxfp4"):
+        load(f"kernels.quant.formats.{name}")
+    return load("kernels.quant.formats").format_of_text(f"quant_type={layer.format}")
+
+
 def weights_of(layer: Layer, tokens: int) -> tuple[Any, list, list]:
     """The launches of a layer, both stored weights, and the frozen tensors."""
     experts, hidden, inner, top_k, oss = layer.model
@@ -104,9 +112,7 @@ def weights_of(layer: Layer, tokens: int) -> tuple[Any, list, list]:
     if layer.format is None:
         dense = load("moe.eager_layer")._DENSE[oss]
         return dense, [new(*((e, k, n) if oss else (e, n, k))) for e, n, k in sizes], []
-    for name in ("fp8", "mxfp4"):
-        load(f"kernels.quant.formats.{name}")
-    form = load("kernels.quant.formats").format_of(layer.format)
+    form = format_of(layer)
     constants = [new(*one.shape, of=one.dtype) for one in form.constants(ON)]
     stacks, frozen = [], []
     for stored in sizes:

@@ -22,7 +22,7 @@ def weight(layer: prebuild.Layer, stored: tuple[int, int, int]):
     experts, n, k = stored
     if layer.format is None:
         return new(experts, k, n) if layer.model.oss else new(*stored)
-    form = load("kernels.quant.formats").format_of(layer.format)
+    form = prebuild.format_of(layer)
     tensors = {name: new(count, of=kind) for name, (count, kind) in form.layout(stored).items()}
     return load("moe.quantized.expert_weights").QuantizedWeight(form, tensors, stored)
 
