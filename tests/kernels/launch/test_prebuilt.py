@@ -72,6 +72,29 @@ def test_what_came_is_not_compiled(
     compiler._takes_prebuilt.cache_clear()
 
 
+def test_code_that_the_driver_refuses_is_compiled_instead(
+    compiler,
+    came,
+    kernel,  # noqa: F811
+    order,  # noqa: F811
+    monkeypatch,
+    caplog,
+) -> None:
+    def in_memory(found, device):
+        if found.code == came.code:
+            raise RuntimeError("cuModuleLoadData failed with CUDA error 209")
+        return 1
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: compiler.CAPABILITY)
+    monkeypatch.setattr(compiler, "_in_memory", in_memory)
+    compiler._takes_prebuilt.cache_clear()
+    refused = asked(compiler, kernel, 7, GPU)
+    for _ in range(2):
+        assert refused.loaded() == compiler.Loaded(1, 64, 7)
+    assert order.found == [7] and caplog.text.count("is compiled instead") == 1
+    compiler._takes_prebuilt.cache_clear()
+
+
 def test_code_of_other_sources_is_none(compiler, prebuilt, came, kernel, monkeypatch) -> None:  # noqa: F811
     from .test_triton_compile import arguments
 

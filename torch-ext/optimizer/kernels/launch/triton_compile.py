@@ -47,6 +47,7 @@ _POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
 }
+_REFUSED = "%s came with the package and is compiled instead: %s"
 _CODE, _DESCRIBED = "kernel.cubin", "kernel.json"  # files of a kernel in the cache
 _ALIGNMENT = 16  # of addresses and integers: a multiple is compiled in
 
@@ -108,10 +109,20 @@ class Kernel:
     """A kernel for a device, which may still be compiled.
 
     No thread but the caller's touches the driver: it might be capturing a CUDA graph.
+
+    Args:
+        compiled: Its machine code.
+        device: Whose memory it is loaded into.
+        again: Compiles it, should the driver refuse code that came with the package.
     """
 
-    def __init__(self, compiled: Future[Compiled], device: torch.device) -> None:
-        self._compiled, self._device = compiled, device
+    def __init__(
+        self,
+        compiled: Future[Compiled],
+        device: torch.device,
+        again: Callable[[], Compiled] | None = None,
+    ) -> None:
+        self._compiled, self._device, self._again = compiled, device, again
         self._loaded: Loaded | None = None
 
     def loaded(self) -> Loaded:
@@ -122,7 +133,14 @@ class Kernel:
         """
         if self._loaded is None:
             found = self._compiled.result()
-            function = _in_memory(found, self._device.index)
+            try:
+                function = _in_memory(found, self._device.index)
+            except RuntimeError as error:
+                if self._again is None:
+                    raise
+                _logger.warning(_REFUSED, found.name, error)
+                found = self._again()
+                function = _in_memory(found, self._device.index)
             self._loaded = Loaded(function, found.threads, found.shared)
         return self._loaded
 
@@ -140,7 +158,8 @@ def compile_kernel(
             came = prebuilt(kernel, found, options) if _takes_prebuilt(device) else None
             if came is not None:
                 job.future.set_result(came)
-            _kernels[key] = job, Kernel(job.future, device)
+            again = None if came is None else lambda: machine_code(first())
+            _kernels[key] = job, Kernel(job.future, device, again)
         elif _later():
             return _kernels[key][1]
         job, result = _kernels[key]
