@@ -223,7 +223,7 @@ def test_what_needs_a_newer_glibc_runs_here_and_is_not_published(checkout: Path)
     publish = tool("publish")
     project = tool("local_build.project").load_project(checkout)
     with refused(r"pthread_join@GLIBC_2\.34"):
-        publish.make_plan(project, project.build_dir, allow_local_build=True)
+        publish.make_plan(project, allow_local_build=True)
 
 
 def test_a_static_libstdcxx_is_not_linked(checkout: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ from ._project import write_files
 
 def plan_of(root: Path, allow_local_build: bool = True):
     project = tool("local_build.project").load_project(root)
-    return tool("publish").make_plan(project, project.build_dir, allow_local_build)
+    return tool("publish").make_plan(project, allow_local_build)
 
 
 def refusal(root: Path, allow_local_build: bool = True) -> str:

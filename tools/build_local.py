@@ -77,7 +77,7 @@ def _backends(options: argparse.Namespace, project: Project) -> list[str]:
     return backends
 
 
-def _audit(library: Path, project: Project, tools: Toolchain, options: argparse.Namespace) -> str:
+def _audit(library: Path, tools: Toolchain, options: argparse.Namespace) -> str:
     """Check `library`; the words for it in the last line of a build."""
     if options.no_audit:
         print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)
@@ -105,7 +105,7 @@ def _build(project: Project, identity: Identity, backend: str, options: argparse
     library = compilation.build_library(project, backend, ops_name, tools, options.jobs)
     with package.staging_folder(project, backend) as staged:
         package.write_variant(staged, project, identity, backend, ops_name, library.path)
-        audited = _audit(staged / library.path.name, project, tools, options)
+        audited = _audit(staged / library.path.name, tools, options)
         current = package.is_current(staged, target)
         if not current:
             package.install(staged, target)

@@ -15,14 +15,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SOURCE = (
-    Path(__file__).resolve().parent.parent / "torch-ext/optimizer/orthogonalize/coefficients.py"
-)
+FOLDER = Path(__file__).resolve().parent.parent / "torch-ext/optimizer/orthogonalize"
 POINTS_PER_DECADE = 2000
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("coefficients", SOURCE)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -56,7 +54,7 @@ def parse(arguments: list[str] | None, generator: ModuleType) -> argparse.Namesp
 
 
 def main(arguments: list[str] | None = None) -> int:
-    generator = load_generator()
+    generator = load("coefficients")
     options = parse(arguments, generator)
     derivation = {k: getattr(options, k) for k in ("steps", "lower", "safety", "cushion")}
     try:

@@ -11,18 +11,15 @@ then both together. Nothing of it runs in the package, which has the numbers.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 
 import torch
+from derive_coefficients import load
 from torch import Tensor
 
-SOURCE = Path(__file__).resolve().parent.parent / "torch-ext/optimizer/orthogonalize/polynomials.py"
 SMALLEST = 1e-4  # of the singular values that are fitted; below, the slope at 0 decides
 # The allowed error: of five steps of Polar Express on small values, for a matrix whose Schatten-4
 # norm is 0.84 of its Frobenius norm (two equal values); and what better is not asked for.
@@ -33,14 +30,6 @@ LIFTS = (0.97, 1.02, 1.05, 1.08)
 # Where the first polynomial may leave its smallest value, relative to its largest; the second one
 # can bring that to 1 within the allowed error.
 FIRST_FROM, SECOND_FROM = 2.2e-3, 0.038
-
-
-def load_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("polynomials", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def applied(theta: Tensor, operands: Sequence[int], s: Tensor) -> Tensor:
@@ -187,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--points", type=int, default=260, help="of the grid of the refit")
     options = parser.parse_args(arguments)
     torch.set_default_dtype(torch.float64)
-    table = load_table().POLYNOMIALS
+    table = load("polynomials").POLYNOMIALS
     operands = [[square.operand for square in squares] for squares in table]
     if options.search is not None:
         largest, theta = search(operands, options.search)

@@ -71,12 +71,11 @@ class Plan:
     card: File
 
 
-def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Plan:
-    """Check every variant below `build_dir` and list what is to be sent.
+def make_plan(project: Project, allow_local_build: bool) -> Plan:
+    """Check every variant in build/ and list what is to be sent.
 
     Args:
         project: The checkout that the variants were built from.
-        build_dir: Folder of variant folders.
         allow_local_build: Accept variants of tools/build_local.py.
 
     Raises:
@@ -84,9 +83,11 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
     """
     if not project.repo_id:
         raise BuildError("build.toml: [general.hub] has no repo-id, so there is nowhere to publish")
-    folders = sorted(path.parent for path in build_dir.glob(f"*/{METADATA}"))
+    folders = sorted(path.parent for path in project.build_dir.glob(f"*/{METADATA}"))
     if not folders:
-        raise BuildError(f"no variant in {build_dir}: run `make build` or the official build first")
+        raise BuildError(
+            f"no variant in {project.build_dir}: run `make build` or the official build first"
+        )
     head = read_identity(project.root).commit
     problems = [
         f"{folder.name}: {problem}"
@@ -153,7 +154,7 @@ def check_variant(
         )
     problems += verify_digest(folder)
     problems += check_listed(folder)
-    problems += check_binaries(project, folder)
+    problems += check_binaries(folder)
     if str(metadata.backend.backend_type) == "cuda" and not zipfile.is_zipfile(folder / PREBUILT):
         problems.append(f"brings no {PREBUILT.name}, so first calls compile: make prebuilt")
     provenance = metadata.provenance
@@ -198,7 +199,7 @@ def check_name(folder: Path, backend: str) -> list[str]:
     return problems
 
 
-def check_binaries(project: Project, folder: Path) -> list[str]:
+def check_binaries(folder: Path) -> list[str]:
     """What the libraries of a variant need and not every user has; local builds may need it."""
     problems = []
     for library in sorted(folder.glob("*.so")):
@@ -297,16 +298,13 @@ def print_plan(plan: Plan) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="check and list, send nothing")
-    parser.add_argument("--build-dir", type=Path, help="folder of variants (default: build)")
     parser.add_argument(
         "--allow-local-build", action="store_true", help="accept variants of tools/build_local.py"
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to publish")
     options = parser.parse_args(arguments)
     try:
-        project = load_project(options.root)
-        build_dir = options.build_dir or project.build_dir
-        plan = make_plan(project, build_dir, options.allow_local_build)
+        plan = make_plan(load_project(options.root), options.allow_local_build)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -36,6 +36,7 @@ from harness import orthogonalize, package  # noqa: E402  found there
 SHAPES = [tuple(map(int, shape.split("x"))) for shape in orthogonalize.SHAPES]
 OPS = ("symmetric_matmul", "matmul_add")
 REPLAYS, ROUNDS = 5, 7
+LIMIT = 90  # seconds per tile
 
 
 def main() -> int:
@@ -45,11 +46,10 @@ def main() -> int:
     tiles, rows = _tiles(options.op), []
     failed = []
     for tile in tiles:
-        command = [sys.executable, __file__, options.op, "--tile", tile]
-        command += ["--shapes", str(options.shapes), "--dtype", options.dtype]
+        command = [sys.executable, __file__, options.op, "--tile", tile, "--dtype", options.dtype]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=options.limit, check=False
+                command, capture_output=True, text=True, timeout=LIMIT, check=False
             )
             output, errors, code = done.stdout, done.stderr, done.returncode
         except subprocess.TimeoutExpired as expired:
@@ -71,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--out", type=Path, help="file for all rows, as JSON")
-    parser.add_argument("--limit", type=float, default=90, help="seconds per tile")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--tile", help="run this tile here instead of every tile in a process")
     return parser
@@ -92,9 +90,9 @@ def _tiles(op: str) -> list[str]:
     raise RuntimeError(f"{source} assigns no TILES")
 
 
-def problems(op: str, count: int):
+def problems(op: str):
     """(batch, m, k, n, with C): X X^T and b A + c A^2, or Q X and a X + B X."""
-    for batch, m, n in SHAPES[:count]:
+    for batch, m, n in SHAPES:
         if op == "symmetric_matmul":
             yield batch, m, n, m, False
             yield batch, m, m, m, True
@@ -121,7 +119,7 @@ def _child(options: argparse.Namespace) -> int:
 
     run = _runner(package.load().package, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
-    for batch, m, k, n, added in problems(options.op, options.shapes):
+    for batch, m, k, n, added in problems(options.op):
         _check(run, options.tile, batch, m, k, n, added, dtype, half)
         A = torch.randn(batch, m, k, device="cuda").to(dtype)
         B = A.mT if half else torch.randn(batch, k, n, device="cuda").to(dtype)
