@@ -99,9 +99,9 @@ def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing
     assert module._missing(here, sets_backend=True).startswith("torch too old")
 
 
-def one_exchange(policy: Any, size: int, ranks: int = 2) -> Any:
-    counts = [[size] * ranks for _ in range(ranks)]
-    return policy.Sizes.of([[(counts[rank], counts[rank])] for rank in range(ranks)])
+def one_exchange(policy: Any, size: int) -> Any:
+    counts = [size, size]
+    return policy.Sizes.of([[(counts, counts)]] * 2)
 
 
 def test_what_auto_predicts(opt) -> None:

@@ -437,7 +437,7 @@ def plans(draw) -> tuple[list[list[list[int]]], int, int]:
     return counts, draw(st.integers(2, 5)), alive
 
 
-def run_steps(transport, counts, alive: int, seed: int, steps: int = 3) -> list[str]:
+def run_steps(transport, counts, alive: int, seed: int) -> list[str]:
     """Exchange and check everything; what was wrong."""
     rank, ranks, wrong = transport.arena.rank, transport.arena.ranks, []
     late = random.Random(seed * 10 + rank)
@@ -452,7 +452,7 @@ def run_steps(transport, counts, alive: int, seed: int, steps: int = 3) -> list[
         inbox.fill_(255)  # whoever still reads it would see
         lease.give()
 
-    for step in range(steps):
+    for step in range(3):
         transport.begin(early=False)
         held = []
         for number, (going, coming) in enumerate(transport.pairs):

@@ -183,9 +183,9 @@ def set_stacks(dense: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def assert_close_tensors(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], budget: float = FP32
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> None:
-    """The same names, and under each of them at most this relative error."""
+    """The same names, and under each of them at most FP32 of relative error."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert relative_error(found[name], tensor) <= budget, name
+        assert relative_error(found[name], tensor) <= FP32, name

@@ -39,6 +39,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def disk_full(*_, **__):
+    raise OSError("disk full")
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("make", [muon, muon_adamw], ids=["Muon", "MuonAdamW"])
@@ -186,10 +190,7 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     opt.load_optimizer(reference, tmp_path)
     train(optimizer, params, 1)
 
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, step, fail)
+    monkeypatch.setattr(os, step, disk_full)
     with pytest.raises(OSError, match="disk full"):
         opt.save_optimizer(optimizer, tmp_path)
     monkeypatch.undo()
@@ -651,10 +652,7 @@ def test_an_error_is_raised_by_wait_and_by_the_next_save(
     before = (tmp_path / "optimizer.safetensors").read_bytes()
     train(optimizer, params, 1)
 
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "replace", disk_full)
     pending = opt.save_optimizer_async(optimizer, tmp_path)
     with pytest.raises(OSError, match="disk full"):
         pending.wait(60)

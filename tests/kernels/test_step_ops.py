@@ -54,6 +54,9 @@ class Op:
     def __init__(self, submodule) -> None:
         self.submodule, self.kernels = submodule, submodule("kernels")
 
+    def mixed(self, shapes, device):
+        return self.lists(shapes, device, DTYPES, (*DTYPES, torch.float16))
+
     def on_cpu(self, options: dict) -> dict:
         key = options.get("rounding")
         if key is not None:
@@ -118,9 +121,6 @@ class ApplyUpdate(Op):
             draw(shapes, others, seed=1, layout=layout, device=device),
         ]
 
-    def mixed(self, shapes, device):
-        return self.lists(shapes, device, DTYPES, (*DTYPES, torch.float16))
-
     def call(self, params, updates, **options):
         factors = [0.1 * (k + 1) for k in range(len(params))]
         self.kernels.apply_update(params, updates, **{"factors": factors, **options})
@@ -137,9 +137,6 @@ class AdamW(Op):
 
     def lists(self, shapes, device, dtypes=torch.float32, others=torch.float32, layout="plain"):
         return draw_lists(shapes, device, dtypes, others, layout)
-
-    def mixed(self, shapes, device):
-        return self.lists(shapes, device, DTYPES, (*DTYPES, torch.float16))
 
     def call(self, *lists, **options):
         self.kernels.adamw(*lists, **options)

@@ -1,7 +1,5 @@
 """The module under test, and one call of it on a path with all its gradients."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -27,18 +25,3 @@ def gradients(y: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
     wanted = [name for name in NAMES if leaves[name] is not None and leaves[name].requires_grad]
     found = torch.autograd.grad(y, [leaves[name] for name in wanted], grad)
     return dict(zip(wanted, found, strict=True))
-
-
-@pytest.fixture
-def ops_called(opt):
-    """`with ops_called() as names:` collects the package's ops that run, backward included."""
-
-    @contextlib.contextmanager
-    def collect():
-        names: list[str] = []
-        with torch.autograd.profiler.profile() as trace:
-            yield names
-        found = {event.name.split("::")[-1] for event in trace.function_events}
-        names += sorted(found)
-
-    return collect

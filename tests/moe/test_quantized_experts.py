@@ -24,8 +24,8 @@ FORMATS = (
 )
 
 
-def draw(shape, dtype=torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+def draw(shape) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 def tensors(module) -> dict[str, torch.Tensor]:

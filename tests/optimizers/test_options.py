@@ -2,7 +2,6 @@
 
 import copy
 import enum
-import importlib
 import math
 import pickle
 from collections import OrderedDict
@@ -385,10 +384,6 @@ def test_qk_clip_takes_numbers_or_refuses_them(opt, device, key, value) -> None:
     assert_same_bits(*results)
 
 
-def module_of(opt, name: str) -> Any:
-    return importlib.import_module(f"{opt.__name__}.{name}")
-
-
 @pytest.mark.parametrize(
     ("option", "alike", "others"),
     [
@@ -403,8 +398,8 @@ def module_of(opt, name: str) -> Any:
         ("dtype", [torch.float16], [torch.bfloat16, None, "float16"]),
     ],
 )
-def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others) -> None:
-    digest = module_of(opt, "optimizers.sharded.consistency")
+def test_equal_words_are_of_values_that_mean_the_same(submodule, option, alike, others) -> None:
+    digest = submodule("optimizers.sharded.consistency")
     words = {digest.word(digest.canonical(option, value)) for value in alike}
     assert len(words) == 1
     for other in others:
@@ -412,20 +407,16 @@ def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others
     assert all(0 <= word < 2**63 for word in words)
 
 
-def bits_of(opt, *values: float) -> int:
+def bits_of(agreement, *values: float) -> int:
     tensors = [torch.tensor(value) for value in values]
-    return (
-        module_of(opt, "optimizers.sharded.consistency")
-        .on_device(tensors, torch.device("cpu"))
-        .item()
-    )
+    return agreement.on_device(tensors, torch.device("cpu")).item()
 
 
 @pytest.mark.gpu
-def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
+def test_a_question_waits_for_nothing_on_the_device(opt, submodule, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
-    agreement = module_of(opt, "optimizers.sharded.consistency")
-    options = module_of(opt, "optimizers.groups.options")
+    agreement = submodule("optimizers.sharded.consistency")
+    options = submodule("optimizers.groups.options")
     params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(200)]
     rate = torch.tensor(0.1, device=device)
     optimizer = opt.MuonAdamW(
@@ -435,7 +426,7 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
         ]
     )
     layout = dict.fromkeys(agreement.LAYOUT, "")
-    alone = module_of(opt, "distributed").alone()
+    alone = submodule("distributed").alone()
     labelled = [(str(number), param) for number, param in enumerate(params)]
     common = agreement.Common(alone, labelled, [0, 1], layout)
     asking = agreement.Consistency()
@@ -460,5 +451,5 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     told = question.found[0].tolist()
     assert told[place] == agreement.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
     first = len(agreement.LAYOUT) + len(agreement.OPTIONS)
-    assert told[first : first + 2] == [bits_of(opt, 0.1 / 3), 0]
+    assert told[first : first + 2] == [bits_of(agreement, 0.1 / 3), 0]
     assert sum(int(mask).bit_count() for mask in told[-agreement.MASKS :]) == 200 - 200 // 3 - 1

@@ -278,7 +278,7 @@ def test_a_fused_product_that_fails_is_not_counted(opt) -> None:
 
 X, W = torch.zeros(4, 8), torch.zeros(8, 4)
 ONE, ONES = torch.tensor(1.0), torch.ones(4, 1)
-FOUR, SIX, TWELVE = torch.ones(1, 4), torch.ones(6, 1), torch.ones(4, 3, 1)
+FOUR, SIX = torch.ones(1, 4), torch.ones(6, 1)
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 REFUSED = [
     (ValueError, "bs must be a sequence of matrices", GATHER, (X, W, 0), {}),
