@@ -10,12 +10,6 @@ from collections.abc import Sequence
 import torch
 
 
-def polar_factor(x: torch.Tensor) -> torch.Tensor:
-    """U V^T of x = U S V^T (..., m, n): the nearest semi-orthogonal matrix if x has full rank."""
-    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    return u @ vh
-
-
 def normalized(x: torch.Tensor, prefactor: float) -> torch.Tensor:
     """x / (prefactor * ||x||_F) for each matrix of x (..., m, n); zeros stay zeros."""
     x = x.double()
