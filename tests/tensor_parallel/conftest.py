@@ -3,6 +3,7 @@ import pytest
 from ..conftest import ROOT, module_fixture
 from ..distributed._ranks import Pools
 
+graph = module_fixture("tensor_parallel.graph")
 fused = module_fixture("tensor_parallel.fused")
 report = module_fixture("tensor_parallel.report")
 newton_schulz = module_fixture("tensor_parallel.newton_schulz")
