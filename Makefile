@@ -87,7 +87,7 @@ $(VENV)/.ready $(VENV)/.ready-demo: tools/requirements.txt
 build: $(DEMO_READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
 	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
 
-$(VENV)/prebuild: tools/requirements-prebuild.txt  # the Triton whose machine code variants bring
+$(VENV)/prebuild: tools/requirements-prebuild.txt | $(READY)  # the Triton whose machine code variants bring
 	sed -n '/^triton==/,/[^\\]$$/p' $< > $(VENV)/prebuild.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $(VENV)/prebuild.txt
 	touch $@
