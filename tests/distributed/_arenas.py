@@ -71,7 +71,7 @@ class Direct:
     ) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
         self.engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
-        self.team = module_of(opt, "distributed.team")
+        self.team = module_of(opt, "distributed.process_groups")
         self.options = {"transport": "p2p", "strict": True, "min_bytes": 0, **options}
         self.before, self.kept, self.counted = before, kept, Counter()
 
