@@ -70,7 +70,7 @@ class Link:
 
         module = package.module(built.package, "distributed.transport")
         messages = package.module(built.package, "distributed.message_layout")
-        policy = package.module(built.package, "distributed.policy")
+        policy = package.module(built.package, "distributed.choose_transport")
         unit = 16 * matrices
         self.ranks, part = ranks, size // ranks.count // unit * unit
         counts = (part,) * ranks.count

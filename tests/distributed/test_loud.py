@@ -105,7 +105,7 @@ def one_exchange(policy: Any, size: int) -> Any:
 
 
 def test_what_auto_predicts(opt) -> None:
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
     sizes = one_exchange(policy, 304 * 10**6)  # one of two parts leaves: 1 ms
     assert policy.why_not_auto(sizes, 10.0, 8) is None
     assert policy.why_not_auto(sizes, 1.0, 8).startswith("duty above crossover: ")
@@ -114,7 +114,7 @@ def test_what_auto_predicts(opt) -> None:
 
 
 def test_plans_that_do_not_fit(opt) -> None:
-    sizes = module_of(opt, "distributed.policy").Sizes
+    sizes = module_of(opt, "distributed.choose_transport").Sizes
     tables = [[([0, 16], [0, 32])], [([32, 0], [16, 0])]]
     assert sizes.of(tables).mismatch() is None
     tables[1] = [([32, 0], [48, 0])]
@@ -200,7 +200,7 @@ def test_what_cannot_be_had_is_said_once_or_raises(opt, what, strict) -> Any:
     at, options, said = NOT_THERE[what]
     options = {**options, "strict": strict}
     transport = module_of(opt, "distributed.transport").GroupTransport
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
     params = on_all("S0")
     policy._say_once.cache_clear()
     Failing.at = at
@@ -253,7 +253,7 @@ def test_one_rank_that_is_strict_is_enough(opt: Any, rank) -> None:
 @on_ranks(2)
 def test_a_message_without_a_slot_is_not_silent(opt: Any, strict) -> Any:
     """A plan that has more messages alive than it said."""
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
     policy._say_once.cache_clear()
     params = on_all("S0", [(24, 12)] * 8)
     plan = module_of(opt, "optimizers.sharded.shared_plan")
@@ -281,7 +281,7 @@ def what_auto_takes(
     opt: Any, slow: dict[int, str], config: dict[str, Any], link_rate: float = 1e15
 ) -> tuple[set[str], set[str], int]:
     """transport="auto", with memory to share, and transports that are slow by a rank's clock."""
-    names = "transport", "policy", "symmetric.p2p"
+    names = "transport", "choose_transport", "symmetric.p2p"
     transport, policy, p2p = (module_of(opt, f"distributed.{name}") for name in names)
     params, timed = on_all("S0"), []
     mine = slow.get(distributed.get_rank(), "")
@@ -345,7 +345,7 @@ def test_auto_predicts_before_it_measures(ranks, config, reason, strict) -> None
 
 def auto_cannot(opt: Any, at: str, config: dict[str, Any]) -> tuple[str, set[str], list[str]]:
     """What "auto" raises, reports and says of memory that it tried to set up."""
-    names = "transport", "policy"
+    names = "transport", "choose_transport"
     transport, policy = (module_of(opt, f"distributed.{name}") for name in names)
     policy._say_once.cache_clear()
     Failing.at, params = at, on_all("S0")
@@ -381,7 +381,7 @@ def test_auto_says_what_fails(ranks, what, strict) -> None:
 def auto_alone(opt: Any, shares: bool) -> set[str]:
     """One rank loads state between steps that take collectives."""
     params = on_all("S0")
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
     with pytest.MonkeyPatch.context() as patch:
         if shares:
             patch.setattr(module_of(opt, "distributed.transport").GroupTransport, "memory", Failing)
@@ -443,7 +443,7 @@ def test_what_a_rank_says_of_its_gpu(opt, monkeypatch, name, number) -> None:
 @pytest.fixture(scope="module")
 def sizes_of(opt):
     """Sizes of one exchange out of the bytes from every sender to every receiver."""
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
 
     def made(counts):
         ranks = range(len(counts))
@@ -537,7 +537,7 @@ def test_what_one_rank_lacks_no_rank_takes(nccl_ce) -> None:
 def settled(opt: Any, at: str) -> tuple[str, list[str]]:
     """What is begun and ended where rank 1 fails; why nothing is exchanged so, and the calls."""
     transport = module_of(opt, "distributed.transport")
-    policy = module_of(opt, "distributed.policy")
+    policy = module_of(opt, "distributed.choose_transport")
     calls: list[str] = []
 
     class Engines:

@@ -4,13 +4,13 @@ shards: what every rank holds -> ownership: who does what -> message_layout: wha
 -> transport: it goes, under the computation that pipeline puts beside it
 
 process_groups: which ranks these are
-transport has collectives; policy, symmetric/ and nccl_ce are what may be chosen in their place
+transport has collectives; choose_transport says why symmetric/ or nccl_ce take their place
 """
 
+from .choose_transport import TRANSPORTS, Planned, Traffic, TransportOptions
 from .message_layout import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
 from .pipeline import Phases, in_flight, run_pipeline
-from .policy import TRANSPORTS, Planned, Traffic, TransportOptions
 from .process_groups import Team, Teams, alone, exchange
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .symmetric.low_contention import all_gather_lc, reduce_scatter_lc

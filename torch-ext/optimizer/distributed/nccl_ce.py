@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choose_transport import Planned, Sizes
 from .message_layout import Message
-from .policy import Planned, Sizes
 from .symmetric.arena import HIGH, Done
 from .symmetric.memory import why_not_shared
 

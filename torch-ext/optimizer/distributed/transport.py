@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .message_layout import Message
-from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
-from .policy import (
+from .choose_transport import (
     Planned,
     Row,
     Sizes,
@@ -28,6 +26,8 @@ from .policy import (
     refuse,
     why_not_auto,
 )
+from .message_layout import Message
+from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
 from .symmetric.arena import Arena, arena_bytes, digest
 from .symmetric.memory import SymmetricMemory, no_peers, why_not_shared
 from .symmetric.p2p import Lease, PeerToPeer
