@@ -15,7 +15,7 @@ from ..conftest import module_fixture
 from ._ranks import on_ranks, same_everywhere
 from .test_sharing import give, gradients, module_of, plain_params
 
-ownership = module_fixture("distributed.ownership")
+load_balance = module_fixture("distributed.load_balance")
 schedule = module_fixture("distributed.pipeline")
 shards = module_fixture("distributed.shards")
 
@@ -29,41 +29,41 @@ def loads(costs, owners, ranks) -> list[float]:
 
 @pytest.mark.sees_defect("owners in turn, not by what is left to do")
 @pytest.mark.parametrize("seed", range(20))
-def test_balance_is_within_grahams_bound(ownership, seed) -> None:
+def test_balance_is_within_grahams_bound(load_balance, seed) -> None:
     generator = random.Random(seed)
     ranks = generator.randint(1, 8)
     costs = [generator.choice([1, 2, 3, 10, 100]) * 1.0 for _ in range(generator.randint(0, 60))]
-    owners = ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+    owners = load_balance.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
     down = sorted(costs, reverse=True)  # of k ranks + 1 pieces, one rank gets k + 1
     least = max([sum(costs) / ranks, *((i // ranks + 1) * cost for i, cost in enumerate(down))])
     assert max(loads(costs, owners, ranks)) <= (4 / 3 - 1 / (3 * ranks)) * least + 1e-9
-    assert owners == ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+    assert owners == load_balance.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
 
 
-def test_restricted_work_stays_and_the_rest_makes_up_for_it(ownership) -> None:
+def test_restricted_work_stays_and_the_rest_makes_up_for_it(load_balance) -> None:
     costs = [4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
-    owners = ownership.assign(costs, [(0,), (1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (1,)], 3)
+    owners = load_balance.assign(costs, [(0,), (1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (1,)], 3)
     assert owners[0] == 0 and owners[5] == 1
     assert set(owners[1:3]) == {1, 2}
     assert max(loads(costs, owners, 3)) == 5.0
 
 
 @pytest.mark.parametrize("candidates", [(), (2,), (-1,)])
-def test_impossible_candidates(ownership, candidates) -> None:
+def test_impossible_candidates(load_balance, candidates) -> None:
     with pytest.raises(ValueError, match="piece 0 has candidates"):
-        ownership.assign([1.0], [candidates], 2)
+        load_balance.assign([1.0], [candidates], 2)
 
 
 @pytest.mark.sees_defect("a chunk is a number of matrices, whatever their size")
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
+def test_chunks_are_bounded_complete_and_mixed(load_balance, seed) -> None:
     """Bytes, not numbers of matrices, bound what is on its way."""
     generator = random.Random(seed)
     ranks, limit = generator.randint(1, 5), 100
     sizes = [generator.choice([1, 5, 30, 60, 150]) for _ in range(generator.randint(0, 50))]
     held = [[size // ranks] * ranks for size in sizes]
-    owners = ownership.assign(sizes, [tuple(range(ranks))] * len(sizes), ranks)
-    chunks = ownership.chunked(owners, sizes, held, limit)
+    owners = load_balance.assign(sizes, [tuple(range(ranks))] * len(sizes), ranks)
+    chunks = load_balance.chunked(owners, sizes, held, limit)
     assert sorted(number for chunk in chunks for number in chunk) == list(range(len(sizes)))
     for chunk in chunks:
         bytes_of = [
@@ -75,25 +75,25 @@ def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
         assert set(of_owners) == {owners[i] for c in chunks[chunks.index(chunk) :] for i in c}
 
 
-def test_a_chunk_has_work_for_all_owners(ownership) -> None:
+def test_a_chunk_has_work_for_all_owners(load_balance) -> None:
     owners = (0, 0, 0, 0, 1, 1, 1, 1)
-    chunks = ownership.chunked(owners, [10] * 8, [[0, 0]] * 8, 20)
+    chunks = load_balance.chunked(owners, [10] * 8, [[0, 0]] * 8, 20)
     assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 0, 1, 1]] * 2
     # Also where one piece of each owner is more than the limit: or all but one would wait.
-    chunks = ownership.chunked(owners, [10] * 8, [[2, 2]] * 8, 12)
+    chunks = load_balance.chunked(owners, [10] * 8, [[2, 2]] * 8, 12)
     assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 1]] * 4
 
 
-def test_chunks_are_equal(ownership) -> None:
+def test_chunks_are_equal(load_balance) -> None:
     """Ten turns of which four fit are 4, 4 and 2, not 4, 4, 1 and 1."""
     owners = (0, 1) * 10
-    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 49)
+    chunks = load_balance.chunked(owners, [10] * 20, [[0, 0]] * 20, 49)
     assert [len(chunk) for chunk in chunks] == [8, 8, 4]
-    chunks = ownership.chunked((0, 1) * 5, [10] * 10, [[0, 0]] * 10, 49)
+    chunks = load_balance.chunked((0, 1) * 5, [10] * 10, [[0, 0]] * 10, 49)
     assert [len(chunk) for chunk in chunks] == [6, 4]  # not 8 and 2
-    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 1000, most=3)
+    chunks = load_balance.chunked(owners, [10] * 20, [[0, 0]] * 20, 1000, most=3)
     assert [len(chunk) for chunk in chunks] == [2] * 10
-    chunks = ownership.chunked((0, 1, 2) * 2, [10] * 6, [[0] * 3] * 6, 1000, most=2)
+    chunks = load_balance.chunked((0, 1, 2) * 2, [10] * 6, [[0] * 3] * 6, 1000, most=2)
     assert [len(chunk) for chunk in chunks] == [2, 1, 2, 1]
 
 
@@ -114,14 +114,14 @@ def owners_of_shapes(opt, gradients_are: str) -> list[int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
-def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> None:
+def test_owners_go_by_predicted_time(opt, ranks, load_balance, gradients_are) -> None:
     """Small matrices take far longer than their operations say."""
     choose = module_of(opt, "orthogonalize.choose")
     cpu, everyone = torch.device("cpu"), [(0, 1)] * len(SHAPES)
     times = [choose.predicted_ms(*shape, 8, torch.float32, cpu) / 8 for shape in SHAPES]
-    expected = ownership.assign(times, everyone, 2)
+    expected = load_balance.assign(times, everyone, 2)
     operations = [float(m * m * n) for m, n in SHAPES]
-    assert expected != ownership.assign(operations, everyone, 2)
+    assert expected != load_balance.assign(operations, everyone, 2)
     assert tuple(same_everywhere(ranks(2).run(owners_of_shapes, gradients_are))) == expected
 
 

@@ -1,6 +1,6 @@
 """Who owns which matrix, and how its pieces travel there and back.
 
-shards: what every rank holds -> ownership: who does what -> message_layout: what goes where
+shards: what every rank holds -> load_balance: who does what -> message_layout: what goes where
 -> transport: it goes, under the computation that pipeline puts beside it
 
 process_groups: which ranks these are
@@ -8,8 +8,8 @@ transport has collectives; choose_transport says why symmetric/ or nccl_ce take 
 """
 
 from .choose_transport import TRANSPORTS, Planned, Traffic, TransportOptions
+from .load_balance import assign, chunked
 from .message_layout import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
-from .ownership import assign, chunked
 from .pipeline import Phases, in_flight, run_pipeline
 from .process_groups import Team, Teams, alone, exchange
 from .shards import Box, Layout, Run, Split, boxes, splits_of
