@@ -4,6 +4,6 @@ The client takes the checkout itself for a variant, as its root has a metadata.j
 found no other; what that file names is this module.
 """
 
-from .remedy import here, remedy
+from .error_message import error_message, here
 
-raise ImportError(remedy(*here()))
+raise ImportError(error_message(*here()))

@@ -182,11 +182,11 @@ CPU, CUDA = (f"torch-stable-abi211-{name}-x86_64-linux" for name in ("cpu", "cu1
 
 @pytest.fixture(scope="module")
 def no_variant() -> ModuleType:
-    spec = spec_from_file_location("remedy", ROOT / "no_variant/remedy.py")
-    module = sys.modules["remedy"] = module_from_spec(spec)
+    spec = spec_from_file_location("error_message", ROOT / "no_variant/error_message.py")
+    module = sys.modules["error_message"] = module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["remedy"]
+    del sys.modules["error_message"]
 
 
 # (what differs from Linux with a CPU build of torch 2.13, variants, parts of the sentence)
@@ -227,7 +227,9 @@ SENTENCES = {
 def test_the_sentence_names_reason_and_remedy(no_variant, name: str) -> None:
     system, variants, parts = SENTENCES[name]
     usual = {"os": "Linux", "machine": "x86_64", "torch": "2.13.0"}
-    text = no_variant.remedy(no_variant.System(**usual | system), variants, Path("/checkout"))
+    text = no_variant.error_message(
+        no_variant.System(**usual | system), variants, Path("/checkout")
+    )
     assert all(part in text for part in parts), text
 
 

@@ -62,7 +62,7 @@ def here() -> tuple[System, list[str], Path]:
     )
 
 
-def remedy(system: System, variants: list[str], root: Path) -> str:
+def error_message(system: System, variants: list[str], root: Path) -> str:
     """What the user is told, from the most to the least general reason."""
     if system.os != "Linux":
         return (
