@@ -210,7 +210,9 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
 def test_an_entry_sets_up_nothing_for_known_cases(harness, monkeypatch, entry, some, count) -> None:
     """Anything that it would do here for a case would fail for want of a GPU."""
     specimen = SimpleNamespace(x=SimpleNamespace(shape=(2, 4)))
-    monkeypatch.setattr(harness.zoo, "zoo", lambda m: {"one": specimen, "other": specimen})
+    monkeypatch.setattr(
+        harness.matrices, "specimens", lambda m: {"one": specimen, "other": specimen}
+    )
     rows = getattr(harness, entry).rows
     built = SimpleNamespace(commit=COMMIT, package=SimpleNamespace(explain=lambda *_, **__: ""))
     with monkeypatch.context() as patched:

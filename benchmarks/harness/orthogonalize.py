@@ -475,23 +475,23 @@ def real_problems() -> list[Problem]:
 @functools.lru_cache(1)
 def momenta(built: Built, width: int) -> Mapping[tuple[int, int], list[Any]]:
     """Those of the last model that was trained are kept."""
-    from . import zoo
+    from . import matrices
 
-    return zoo.momenta(built.package, width, REAL[width][0])
+    return matrices.momenta(built.package, width, REAL[width][0])
 
 
 def real_task(problem: Problem, built: Built) -> Task:
     """Momenta of a GPT's matrices, a batch per shape, of the last steps of its training."""
-    from . import zoo
+    from . import matrices
 
     reference = package_module(built.package, "reference.orthogonalize")
     inputs = momenta(built, problem.width)[problem.m, problem.n]
-    known = [zoo.decomposed(zoo.wide(x)) for x in inputs[0][:GATED]]
+    known = [matrices.decomposed(matrices.wide(x)) for x in inputs[0][:GATED]]
     exact = [one.distance(reference.newton_schulz(one.x, COEFFICIENTS, SCALE)) for one in known]
 
     def found(ours, baseline) -> Distances:
         mine, theirs = (
-            [one.distance(zoo.wide(y)) for one, y in zip(known, results, strict=False)]
+            [one.distance(matrices.wide(y)) for one, y in zip(known, results, strict=False)]
             for results in (ours, baseline)
         )
         worst = max(a / b if a == a else math.inf for a, b in zip(mine, exact, strict=True))
@@ -504,10 +504,10 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """One matrix of each specimen; distances on the non-zero subspace."""
     import torch
 
-    from . import zoo
+    from . import matrices
 
     before, compiled = None, polar_express_bf16
-    for name, specimen in sorted(zoo.zoo(512).items(), key=lambda item: item[1].x.shape):
+    for name, specimen in sorted(matrices.specimens(512).items(), key=lambda item: item[1].x.shape):
         if not progress.begin(f"zoo/{name}"):
             continue
         reference = package_module(built.package, "reference.orthogonalize")
@@ -524,12 +524,12 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
             return Distances(mine, theirs, mine / exact)
 
         inputs = [x.clone() for _ in range(min(sets, 16))]
-        task = Task(f"zoo/{name}", inputs, found, problem.floor_ms, zoo.allowed(name))
+        task = Task(f"zoo/{name}", inputs, found, problem.floor_ms, matrices.allowed(name))
         yield measure(task, Case(inputs, built, compiled))
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
-    """A GPT's momenta, heavy tails, 20 shapes from the commit, the zoo; peers' rows last."""
+    """A GPT's momenta, heavy tails, 20 shapes from the commit, known spectra; peers' rows last."""
     import torch
 
     if not progress.is_over:

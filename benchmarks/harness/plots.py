@@ -197,7 +197,7 @@ def _section(result: dict, path: Path, root: Path) -> str:
     """The table of a result file of single calls."""
     drawn = DRAWN[path.stem](result["commit"]) if path.stem in DRAWN else ()
     rows = [row for row in result["rows"] if row["ok"] and row["variant"] == "auto"]
-    # The zoo is there for its distances, not for its times.
+    # Known spectra are there for their distances, not for their times.
     listed = [r for r in rows if r["case"] not in drawn and not r["case"].startswith("zoo/")]
     others = [row for row in rows if row["case"] in drawn]
     ceilings = result["ceilings"]

@@ -153,17 +153,17 @@ NAMES = [*SPECTRA, *FIXED, *TRAINED]
 
 @pytest.fixture(scope="module")
 def matrices() -> ModuleType:
-    """The benchmark's zoo, which the official builder does not have when it collects tests."""
-    from benchmarks.harness import zoo
+    """The benchmark's matrices, which the official builder does not have when it collects tests."""
+    from benchmarks.harness import matrices
 
-    return zoo
+    return matrices
 
 
 @pytest.fixture(scope="module")
 def zoo(opt, reference, matrices) -> dict:
     """name -> (specimen, distance of five exact steps)."""
     rows = opt.polar_express_coefficients()
-    found = matrices.zoo(136)
+    found = matrices.specimens(136)
     return {
         name: (specimen, specimen.distance(reference.newton_schulz(specimen.x, rows, 1.02)))
         for name, specimen in found.items()

@@ -100,7 +100,7 @@ def decomposed(x: Tensor) -> Specimen:
     return Specimen(x, u[:, kept], values[kept], vh.mT[:, kept])
 
 
-def zoo(m: int = 256) -> dict[str, Specimen]:
+def specimens(m: int = 256) -> dict[str, Specimen]:
     """Every specimen by name: the spectra at m x 2m, Gaussians, heavy tails, a model's own."""
     found = {name: known(name, m, 2 * m) for name in SPECTRA}
     for aspect in GAUSSIAN_ASPECTS:
