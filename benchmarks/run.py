@@ -26,8 +26,8 @@ or a folder; default: those of problems.py), ranks and tokens only and writes no
 end_to_end measures the cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and
 puts their rows into the file that is there; token ids and compiled models stay in --cache for the
 next one. PEERS=<folder>, an environment variable, names checkouts of other projects, which get rows
-beside ours (harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes
-nothing. See docs/dev/measuring.md.
+beside ours (harness/other_projects.py). Under torchrun `--device cpu` tries tiny sets over gloo and
+writes nothing. See docs/dev/measuring.md.
 """
 
 from __future__ import annotations

@@ -376,21 +376,22 @@ def checkouts(harness, tmp_path, monkeypatch) -> Path:
     for checkout, files in FILES.items():
         write_files(tmp_path / checkout, files | {"COMMIT": f"{COMMIT}\n"})
     monkeypatch.setenv("PEERS", str(tmp_path))
-    harness.peers.found.cache_clear()
-    harness.peers._say_once.cache_clear()
+    harness.other_projects.found.cache_clear()
+    harness.other_projects._say_once.cache_clear()
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
         del sys.modules[name]
-    harness.peers.found.cache_clear()
+    harness.other_projects.found.cache_clear()
 
 
 def names(harness) -> list[str]:
-    return [peer.name for peer in harness.peers.offered(*harness.peers.CHECKOUTS)]
+    return [peer.name for peer in harness.other_projects.offered(*harness.other_projects.CHECKOUTS)]
 
 
 def test_every_peer_is_found_with_its_commit(harness, checkouts, capsys) -> None:
-    found = {peer.name: peer for peer in harness.peers.offered(*harness.peers.CHECKOUTS)}
-    assert list(found) == list(harness.peers.CHECKOUTS)
+    projects = harness.other_projects
+    found = {peer.name: peer for peer in projects.offered(*projects.CHECKOUTS)}
+    assert list(found) == list(projects.CHECKOUTS)
     assert found["dion"].commit == f"dion {COMMIT}"
     assert not any(str(checkouts) in place for place in sys.path)
     both = f"gram-newton-schulz {COMMIT}, quack {COMMIT}"
@@ -426,17 +427,18 @@ def test_a_commit_is_read_from_git(harness, tmp_path) -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     git("init", "-q")
-    with pytest.raises(harness.peers.MissingError, match=r"neither \.git nor a file COMMIT"):
-        harness.peers.commit_of(tmp_path)
+    projects = harness.other_projects
+    with pytest.raises(projects.MissingError, match=r"neither \.git nor a file COMMIT"):
+        projects.commit_of(tmp_path)
     git("commit", "-q", "--allow-empty", "-m", "a")
-    assert harness.peers.commit_of(tmp_path) == git("rev-parse", "HEAD")
+    assert projects.commit_of(tmp_path) == git("rev-parse", "HEAD")
     (tmp_path / "inner").mkdir()
-    with pytest.raises(harness.peers.MissingError, match="inner has neither"):
-        harness.peers.commit_of(tmp_path / "inner")
+    with pytest.raises(projects.MissingError, match="inner has neither"):
+        projects.commit_of(tmp_path / "inner")
 
 
 def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
-    (peer,) = harness.peers.offered("dion")
+    (peer,) = harness.other_projects.offered("dion")
     row = harness.report.failed("a")
 
     def slow():
@@ -444,7 +446,7 @@ def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
         time.sleep(60)
 
     begin = time.monotonic()
-    assert list(harness.peers.rows(peer, slow, 0.2)) == []
+    assert list(harness.other_projects.rows(peer, slow, 0.2)) == []
     assert time.monotonic() - begin < 30
     assert "no rows of dion: TimeoutError: not done within 0 s" in capsys.readouterr().out
     time.sleep(0.3)  # nothing rings any more
@@ -452,7 +454,7 @@ def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
 
 def test_a_peers_tuning_can_be_compiled_in_parts(harness, checkouts) -> None:
     """Each configuration in one of the parts; behind them all are tried, each for a short time."""
-    peers = harness.peers
+    peers = harness.other_projects
     (peer,) = peers.offered("axolotl")
     (tuner,) = peers._tuners()
     configs, seen, calls = list(tuner.configs), [], []

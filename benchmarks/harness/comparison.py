@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .other_projects import CHECKOUTS, title
 from .paths import MMA_SYNC, TORCH
-from .peers import CHECKOUTS, title
 from .report import geomean
 
 Results = Mapping[str, Mapping[str, Any]]  # name of a result file -> its content

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import compile_ahead, paths, peers
+from . import compile_ahead, other_projects, paths
 from .device import NotCountedError, added_mb, counted
 from .package import Built, load
 from .package import module as package_module
@@ -391,7 +391,7 @@ def measure(
 
 
 def peer_row(
-    task: Task, built: Built, compiled: Callable, peer: peers.Peer
+    task: Task, built: Built, compiled: Callable, peer: other_projects.Peer
 ) -> Iterator[tuple[Row, str]]:
     """The row of a peer; it must come nearer to the polar factor than zero is."""
     judged = dataclasses.replace(task, allowed=math.inf)
@@ -552,12 +552,14 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         torch.cuda.empty_cache()
     yield from _zoo_rows(built, progress)
     progress.begin()
-    for peer in peers.offered(*PEERS):
+    for peer in other_projects.offered(*PEERS):
         for problem in (*real_problems(), *listed()):
-            if problem.case in BESIDE_PEERS and progress.begin(peers.unit(problem.case, peer)):
+            if problem.case in BESIDE_PEERS and progress.begin(
+                other_projects.unit(problem.case, peer)
+            ):
                 task = (real_task if problem.width else heavy_task)(problem, built)
                 make = functools.partial(peer_row, task, built, _compiled_anew(), peer)
-                yield from peers.rows(peer, make, PEER_SECONDS)
+                yield from other_projects.rows(peer, make, PEER_SECONDS)
                 torch.cuda.empty_cache()
 
 

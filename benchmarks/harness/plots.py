@@ -16,7 +16,7 @@ from typing import Any
 from . import comparison, elementwise, orthogonalize
 from .experts import moe_lora, quant
 from .optimizer_step.several_gpus import LINK_TBPS
-from .peers import CHECKOUTS, title
+from .other_projects import CHECKOUTS, title
 from .progress import is_partial
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .. import peers
+from .. import other_projects
 from ..package import Built
 from ..progress import Progress
 from ..report import Row, difference, failed
@@ -186,11 +186,11 @@ def trainings(
             yield row, line(row)
             continue
         try:
-            peer = peers.found(name)
-        except peers.MissingError as reason:
+            peer = other_projects.found(name)
+        except other_projects.MissingError as reason:
             print(f"{case:<36} not run: {reason}", flush=True)
             continue
-        yield from peers.rows(peer, functools.partial(peer_row, name, training))
+        yield from other_projects.rows(peer, functools.partial(peer_row, name, training))
 
 
 def peer_row(name: str, training: Pretraining) -> Iterator[tuple[Row, str]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import peers, timer
+from .. import other_projects, timer
 from ..package import demo_modules
 from .tokens import Tokens
 
@@ -109,7 +109,7 @@ def _nanochat_groups(model: Any, lr: float) -> list[dict]:
 
 
 def _nanochat(package: ModuleType, model: Any, lr: float) -> list[Any]:
-    return [peers.found("nanochat").call(_nanochat_groups(model, lr))]
+    return [other_projects.found("nanochat").call(_nanochat_groups(model, lr))]
 
 
 def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
@@ -117,7 +117,7 @@ def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
     rule = {"lr": lr, "weight_decay": DECAY}
     kinds = (("muon", matrices), ("adamw", rest))
     groups = [{"kind": kind, "params": group["params"], **rule} for kind, group in kinds]
-    return [peers.found("dion").call(groups)]
+    return [other_projects.found("dion").call(groups)]
 
 
 def _adamw(params: Any, lr: float) -> Any:

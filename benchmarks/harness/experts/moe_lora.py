@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from .. import compile_ahead, peers
+from .. import compile_ahead, other_projects
 from ..device import peak_mb
 from ..package import Built, settle
 from ..package import module as package_module
@@ -123,7 +123,7 @@ class LayerCase:
             **bias,
         )
 
-    def peer(self, peer: peers.Peer):
+    def peer(self, peer: other_projects.Peer):
         """The same layer by a peer, over PEFT's matrices."""
         options = {"rank": self.layer.rank, "scaling": SCALING}
         return peer.call(self.x, self.ids, self.gates, self.weights, self.peft, **options)
@@ -301,7 +301,7 @@ def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[
         yield from variant_rows(layer, names, cases, "triton", lambda c: c.ours("triton"))
 
 
-def peer_rows(layer: Layer, built: Built, peer: peers.Peer) -> Iterator[tuple[Row, str]]:
+def peer_rows(layer: Layer, built: Built, peer: other_projects.Peer) -> Iterator[tuple[Row, str]]:
     """The rows of a peer over a layer of ours."""
 
     def run(case: LayerCase):
@@ -389,24 +389,24 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
 def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
     """Calls of peers' layers, each with a part of the configurations that the peer tries."""
 
-    def job(layer: Layer, peer: peers.Peer, number: int) -> None:
+    def job(layer: Layer, peer: other_projects.Peer, number: int) -> None:
         case = LayerCase(layer, built, 0)
-        with peers.slice_of_tuning(number):
+        with other_projects.slice_of_tuning(number):
             calls_of(case, lambda: case.peer(peer))["fwd+bwd"]["ours"]()
 
     return {
         f"{layer.name} {peer.name} {number}": functools.partial(job, layer, peer, number)
-        for peer in peers.offered(*PEERS)
+        for peer in other_projects.offered(*PEERS)
         for layer, units in peer_units(peer)
         if {*units} - {*measured}
-        for number in range(peers.SLICES)
+        for number in range(other_projects.SLICES)
     }
 
 
-def peer_units(peer: peers.Peer) -> Iterator[tuple[Layer, list[str]]]:
+def peer_units(peer: other_projects.Peer) -> Iterator[tuple[Layer, list[str]]]:
     """Layers that a peer is measured on, and what their rows are called in the file's progress."""
     for layer in filter(is_compared, listed()):
-        yield layer, [peers.unit(case, peer) for case in cases_of(layer)]
+        yield layer, [other_projects.unit(case, peer) for case in cases_of(layer)]
 
 
 def rows(
@@ -435,13 +435,13 @@ def rows(
     if models:
         return
     progress.begin()
-    for peer in peers.offered(*PEERS):
+    for peer in other_projects.offered(*PEERS):
         if not progress.is_over:
             compile_ahead.run(__name__, built, progress.measured, "peer_jobs")
         for layer, units in peer_units(peer):
             if progress.begin(*units):
                 make = functools.partial(peer_rows, layer, built, peer)
-                yield from peers.rows(peer, make, PEER_SECONDS)
+                yield from other_projects.rows(peer, make, PEER_SECONDS)
                 torch.cuda.empty_cache()
 
 

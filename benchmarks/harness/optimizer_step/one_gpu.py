@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from .. import compile_ahead, paths, peers
+from .. import compile_ahead, other_projects, paths
 from ..device import added_mb
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..package import Built
@@ -208,7 +208,7 @@ class StepCase:
         error, error_baseline, norm = squares.sqrt().tolist()
         return error <= 1.01 * error_baseline, error / norm, error_baseline / norm
 
-    def peer(self, peer: peers.Peer):
+    def peer(self, peer: other_projects.Peer):
         """A peer's optimizer over the same parameters."""
         rule = {"lr": LR, "weight_decay": DECAY}
         kinds = (("muon", self.matrices), ("adamw", self.others))
@@ -261,7 +261,7 @@ def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[
 
 
 def peer_row(
-    model: Model, built: Built, peer: peers.Peer, device: str = "cuda"
+    model: Model, built: Built, peer: other_projects.Peer, device: str = "cuda"
 ) -> Iterator[tuple[Row, str]]:
     """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
 
@@ -338,17 +338,17 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     Of the smallest model: kernels do not depend on sizes, and every process holds all of a model.
     """
 
-    def job(model: Model, peer: peers.Peer, number: int) -> None:
+    def job(model: Model, peer: other_projects.Peer, number: int) -> None:
         case = StepCase(model, built)
-        with peers.slice_of_tuning(number):
+        with other_projects.slice_of_tuning(number):
             case.call(case.peer(peer))(0)
 
     model = min(BESIDE_PEERS, key=lambda model: model.bytes_moved)
     return {
         f"{model.case} {peer.name} {number}": functools.partial(job, model, peer, number)
-        for peer in peers.offered("dion")
-        if peers.unit(model.case, peer) not in measured
-        for number in range(peers.SLICES)
+        for peer in other_projects.offered("dion")
+        if other_projects.unit(model.case, peer) not in measured
+        for number in range(other_projects.SLICES)
     }
 
 
@@ -367,9 +367,9 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     progress.begin()
     if not progress.is_over:
         compile_ahead.run(__name__, built, progress.measured)
-    for peer in peers.offered(*PEERS):
+    for peer in other_projects.offered(*PEERS):
         for model in BESIDE_PEERS:
-            if progress.begin(peers.unit(model.case, peer)):
+            if progress.begin(other_projects.unit(model.case, peer)):
                 make = functools.partial(peer_row, model, built, peer)
-                yield from peers.rows(peer, make, PEER_SECONDS)
+                yield from other_projects.rows(peer, make, PEER_SECONDS)
                 torch.cuda.empty_cache()
