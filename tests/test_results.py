@@ -456,11 +456,15 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
     assert called == [1, 2, 3, 0, 1]
     assert (wall, host) == (pytest.approx((1 + 5 * 2) / 5), pytest.approx(1.0))
     called.clear()
-    options = {"between": lambda: changed.append(len(called)), "bursts": 3}
-    shown = harness.timer.clock({"a": call, "b": call}, sets=4, synchronize=lambda: None, **options)
-    assert shown.keys() == {"a", "b"} and all(host > 0 for _, host in shown.values())
+    options = {"between": lambda: changed.append(len(called)), "bursts": 3, "settle_ms": 40}
+    options |= {"synchronize": synchronize, "now": lambda: now}
+    shown = harness.timer.clock({"a": call, "b": call}, sets=4, **options)
+    took = (pytest.approx((1 + 30 * 2) / 30), pytest.approx(1.0))
+    assert shown == {"a": took, "b": took}
     assert len(changed) == 3 * 2 * 2
-    assert len(called) == 2 * 8 + 3 * 2 * (8 + 30)
+    settling = 3 * 8  # three bursts of 1 + 8 x 2 ms: 40 ms of the variant itself before its bursts
+    assert len(called) == 2 * 8 + 3 * 2 * (settling + 8 + 30)
+    assert changed[:2] == [2 * 8 + settling, 2 * 8 + settling + 8]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ CALLS, HOST_CALLS, BURSTS = 30, 8, 7
 FEW_BURSTS = 3  # of strategies that nobody gets, and of shapes drawn at random
 LEAST_SETS = 4  # of inputs, at other addresses, that the calls take turns over
 
+# A variant runs for so long, untimed, before each of its bursts: a GPU at its limit of power lowers
+# its clock within some 100 ms, and a burst would else pay for what the variant before it drew.
+SETTLE_MS = 120.0
+
 # Calls take turns over enough input sets that a set is evicted before its next turn. Nothing is
 # flushed by writing: dirty lines would be written back inside the timed region, and a flush by
 # reading would leave the last writes of the region uncounted in the cache.
@@ -144,7 +148,9 @@ def clock(
     bursts: int = BURSTS,
     calls: int = CALLS,
     host_calls: int = HOST_CALLS,
+    settle_ms: float = SETTLE_MS,
     synchronize: Callable[[], None] | None = None,
+    now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, tuple[float, float]]:
     """Median (wall, host) milliseconds of eager calls, per variant; bursts take turns.
 
@@ -155,22 +161,28 @@ def clock(
         bursts: of each kind and variant.
         calls: of a burst whose wall time counts.
         host_calls: of a burst whose host time counts: few enough that the queue takes all launches.
+        settle_ms: for how long a variant runs before its bursts, so that the clock is its own.
         synchronize: waits for the device; None for CUDA's.
+        now: seconds.
     """
     if synchronize is None:
         import torch
 
         synchronize = torch.cuda.synchronize
+    watch = {"synchronize": synchronize, "now": now}
     for call in variants.values():
-        burst(call, 0, host_calls, sets, synchronize=synchronize)
+        burst(call, 0, host_calls, sets, **watch)
     walls: dict[str, list[float]] = {name: [] for name in variants}
     hosts: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(bursts):
         for name, call in variants.items():
+            start = now()
+            while (now() - start) * 1e3 < settle_ms:
+                burst(call, number, host_calls, sets, **watch)
             between()
-            _, host = burst(call, number, host_calls, sets, synchronize=synchronize)
+            _, host = burst(call, number, host_calls, sets, **watch)
             between()
-            wall, _ = burst(call, number, calls, sets, synchronize=synchronize)
+            wall, _ = burst(call, number, calls, sets, **watch)
             walls[name].append(wall)
             hosts[name].append(host)
     return {
