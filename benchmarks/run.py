@@ -105,13 +105,13 @@ def measure(
 ) -> int:
     """Measure what a result file lacks, and cases `again`, until `end`; returns the exit status."""
     import torch
-    from harness import package, progress, report
+    from harness import built_package, progress, report
 
     start = time.monotonic()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks need a CUDA device")
     entry = importlib.import_module(ENTRIES[name])
-    built = package.load(ROOT)
+    built = built_package.load(ROOT)
     check_clean(built, draft=draft)
     path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
     head = header(built, entry_of(path), count=1)
@@ -180,7 +180,7 @@ def measure_cases(
     """Measure some cases of end_to_end.json until `end`; returns the exit status."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     import torch
-    from harness import package, progress, report
+    from harness import built_package, progress, report
     from harness.end_to_end import cases as end_to_end
     from harness.end_to_end import tokens
 
@@ -190,7 +190,7 @@ def measure_cases(
         raise SystemExit(f"--case {error}") from error
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks need a CUDA device")
-    built = package.load(ROOT)
+    built = built_package.load(ROOT)
     check_clean(built, draft=draft)
     path = out / report.folder_name(torch.cuda.get_device_name(0)) / "end_to_end.json"
     head = header(built, "end_to_end", count=1)
@@ -242,11 +242,11 @@ def measure_on_ranks(
         end: by time.monotonic.
     """
     import torch
-    from harness import package, report, tensor_parallel, transports
+    from harness import built_package, report, tensor_parallel, transports
     from harness.optimizer_step import several_gpus, verdict
 
     with several_gpus.joined(device) as ranks:
-        built, on_cpus = package.load(ROOT, device), device == "cpu"
+        built, on_cpus = built_package.load(ROOT, device), device == "cpu"
         draft = draft or on_cpus
         check_clean(built, draft=draft)
         say = print if ranks.first else lambda *_, **__: None

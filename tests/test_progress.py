@@ -31,8 +31,8 @@ class Toy:
         monkeypatch.setitem(sys.modules, entry.__name__, entry)
         monkeypatch.setitem(harness.run.ENTRIES, "toy", entry.__name__)
         monkeypatch.setattr(harness.run, "header", lambda *_, **__: self.head)
-        built = harness.package.Built(ModuleType("package"), COMMIT, clean=True)
-        monkeypatch.setattr(harness.package, "load", lambda root: built)
+        built = harness.built_package.Built(ModuleType("package"), COMMIT, clean=True)
+        monkeypatch.setattr(harness.built_package, "load", lambda root: built)
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device: HEAD["gpu"])
 

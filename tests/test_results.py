@@ -210,7 +210,7 @@ def test_result_folders(harness, gpu, count, name):
     ],
 )
 def test_only_a_clean_commit_is_clean(harness, metadata, expected):
-    assert harness.package.provenance(metadata) == expected
+    assert harness.built_package.provenance(metadata) == expected
 
 
 def test_floors_by_hand(harness):

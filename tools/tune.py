@@ -30,7 +30,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from harness import orthogonalize, package  # noqa: E402  found there
+from harness import built_package, orthogonalize  # noqa: E402  found there
 
 # batch, m, n of the matrices that the benchmark of orthogonalize times.
 SHAPES = [tuple(map(int, shape.split("x"))) for shape in orthogonalize.SHAPES]
@@ -103,10 +103,10 @@ def problems(op: str):
 
 def _runner(built: ModuleType, op: str):
     """The op as a function of its operands and a tile's name."""
-    module = package.module(built, f"kernels.products.{op}")
+    module = built_package.module(built, f"kernels.products.{op}")
     if op == "symmetric_matmul":
         return module.symmetric_matmul
-    ops = package.module(built, "_ops").ops
+    ops = built_package.module(built, "_ops").ops
 
     def run(A, B, *, out, tile, C=None, alpha=1.0, beta=0.0):
         ops.matmul_add(A, B, C, out, alpha, beta, module.TILES.index(tile))
@@ -117,7 +117,7 @@ def _runner(built: ModuleType, op: str):
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    run = _runner(package.load().package, options.op)
+    run = _runner(built_package.load().package, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op):
         _check(run, options.tile, batch, m, k, n, added, dtype, half)

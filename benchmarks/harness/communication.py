@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import report
-from .package import Built, module
+from .built_package import Built, module
 from .progress import Progress
 from .report import Goal, Row
 from .timer import cold_sets, medians

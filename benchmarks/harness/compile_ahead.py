@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 
-from .package import Built
+from .built_package import Built
 from .progress import Claims
 from .sources import ROOT
 
@@ -65,9 +65,9 @@ def main(entry: str, function: str, measured: Collection[str]) -> None:
     """One process: job after job that no other one has begun."""
     import torch
 
-    from . import package
+    from . import built_package
 
-    built = package.load()
+    built = built_package.load()
     claims = Claims(f"{entry} {function} {built.commit}")
     for name, job in jobs_of(entry, function, built, measured).items():
         if not claims.take(name):
@@ -75,7 +75,7 @@ def main(entry: str, function: str, measured: Collection[str]) -> None:
         try:
             job()
             torch.cuda.synchronize()
-            package.settle(built.package)
+            built_package.settle(built.package)
         except (RuntimeError, ValueError) as error:
             print(f"{entry} {name}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()

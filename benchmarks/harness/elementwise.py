@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from .built_package import Built
 from .device import added_mb, copy_call
-from .package import Built
 from .progress import Progress
 from .report import Measured, Row, failed, floor_ms, line, passed
 from .timer import cold_sets, times

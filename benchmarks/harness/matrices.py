@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .package import demo_modules
+from .built_package import demo_modules
 
 GAUSSIAN_ASPECTS = (1, 2, 4, 8)
 HEAVY = "heavy"

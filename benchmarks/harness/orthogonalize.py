@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import compile_ahead, other_projects, paths
+from .built_package import Built, load
+from .built_package import module as package_module
 from .device import NotCountedError, added_mb, counted
-from .package import Built, load
-from .package import module as package_module
 from .progress import Progress
 from .report import Goal, Measured, Row, failed, floor_ms, geomean, judged, name_of, passed, said
 from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times

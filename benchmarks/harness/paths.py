@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from .package import module
+from .built_package import module
 
 MMA_SYNC, TORCH = "mma.sync", "torch"
 MMA_SYNC_TILE = "128x128"  # of a side of 4096 or more, where these products are taken

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import report
+from .built_package import Built, module
 from .optimizer_step.several_gpus import Ranks
-from .package import Built, module
 from .progress import Progress
 from .report import Goal, Row
 from .timer import medians

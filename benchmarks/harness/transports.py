@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import package, report
+from . import built_package, report
+from .built_package import Built
 from .optimizer_step import one_gpu, several_gpus
 from .report import Goal, Row
 
@@ -63,14 +64,14 @@ class Link:
     """
 
     def __init__(
-        self, built: package.Built, ranks: several_gpus.Ranks, size: int, matrices: int = 1
+        self, built: Built, ranks: several_gpus.Ranks, size: int, matrices: int = 1
     ) -> None:
         import torch
         from torch import distributed
 
-        module = package.module(built.package, "distributed.transport")
-        messages = package.module(built.package, "distributed.message_layout")
-        policy = package.module(built.package, "distributed.choose_transport")
+        module = built_package.module(built.package, "distributed.transport")
+        messages = built_package.module(built.package, "distributed.message_layout")
+        policy = built_package.module(built.package, "distributed.choose_transport")
         unit = 16 * matrices
         self.ranks, part = ranks, size // ranks.count // unit * unit
         counts = (part,) * ranks.count
@@ -117,7 +118,7 @@ def median(ranks: several_gpus.Ranks, call: Callable[[], object]) -> float:
     return statistics.median(ranks.milliseconds(call) for _ in range(ROUNDS))
 
 
-def bandwidth(built: package.Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Line]:
+def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Line]:
     """C3 and C13: bytes that leave every GPU in an exchange, and what setting it up takes."""
     import torch
 
@@ -168,7 +169,7 @@ def beside(
 
 
 def contention(
-    built: package.Built, ranks: several_gpus.Ranks, n: int, count: int, size: int, goal: float
+    built: Built, ranks: several_gpus.Ranks, n: int, count: int, size: int, goal: float
 ) -> Iterator[Line]:
     """C2: Newton-Schulz of `count` matrices (n, n) beside exchanges one behind another."""
     import torch
@@ -202,7 +203,7 @@ def contention(
 
 
 def gather(
-    built: package.Built,
+    built: Built,
     ranks: several_gpus.Ranks,
     count: int,
     n: int,
@@ -211,7 +212,7 @@ def gather(
 ) -> Iterator[Line]:
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
     link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)
-    exchange = package.module(built.package, "optimizers.sharded.exchange")
+    exchange = built_package.module(built.package, "optimizers.sharded.exchange")
     found, on_host, missing = {}, {}, "WRONG RESULTS"
 
     def phase() -> None:
@@ -251,7 +252,7 @@ class StepCase(several_gpus.RankCase):
 
 
 def step(
-    built: package.Built, ranks: several_gpus.Ranks, row: str, model: str, form: str, goal: float
+    built: Built, ranks: several_gpus.Ranks, row: str, model: str, form: str, goal: float
 ) -> Iterator[Line]:
     """C5 to C7: a whole step over that by the all-to-all, whose bits it must have."""
     import torch
@@ -285,7 +286,7 @@ def step(
 
 
 def rows(
-    built: package.Built, ranks: several_gpus.Ranks, left: list[str], end: float | None = None
+    built: Built, ranks: several_gpus.Ranks, left: list[str], end: float | None = None
 ) -> Iterator[Line]:
     """Every row of the file; on CPUs small ones.
 

@@ -76,7 +76,7 @@ def test_what_the_time_leaves_is_missing(ranks, tmp_path) -> None:
 def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
     """Updates of one owner that are too long by a hundredth, rows of one that are off a little."""
     step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.package").Built(opt, "0" * 40, True)
+    built = harness("harness.built_package").Built(opt, "0" * 40, True)
     module = module_of(opt, name)
     original = getattr(module, target)
     with step.joined("cpu") as here:
@@ -110,7 +110,7 @@ def test_memory_that_graphs_keep_is_counted_once() -> None:
 @on_ranks(2)
 def test_memory_that_ranks_share_counts(opt) -> None:
     step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.package").Built(opt, "0" * 40, True)
+    built = harness("harness.built_package").Built(opt, "0" * 40, True)
     with step.joined("cpu") as here, Direct(opt):
         case = step.RankCase(step.Problem("tiny", "fsdp2"), built, here)
         shared = {row["arena_bytes"] for row in (case.ours.step(), case.ours.comm_report())[1]}
@@ -121,7 +121,7 @@ def test_memory_that_ranks_share_counts(opt) -> None:
 def test_the_baseline_reduces_gradients_of_its_own(opt) -> list[float]:
     """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
     step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.package").Built(opt, "0" * 40, True)
+    built = harness("harness.built_package").Built(opt, "0" * 40, True)
     with step.joined("cpu") as here:
         case = step.RankCase(step.Problem("tiny", "unreduced-fp32"), built, here)
         total = case.matrices[0].grad.clone()
@@ -155,7 +155,7 @@ def test_every_row_of_transports_is_measured_both_ways(ranks, tmp_path) -> None:
 def wrong_link(opt, how: str) -> list[tuple[bool, str]]:
     """Rows of a transport that moves other bytes, or cannot be had."""
     transports, step = harness("harness.transports"), harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.package").Built(opt, "0" * 40, True)
+    built = harness("harness.built_package").Built(opt, "0" * 40, True)
     module = module_of(opt, "distributed.transport").GroupTransport
     engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
     exchange = engine.exchange

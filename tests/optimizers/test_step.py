@@ -579,7 +579,7 @@ def test_betas_of_nothing_after_a_cycle(opt) -> None:
 def test_a_step_of_the_benchmark_passes_its_gate(harness, opt) -> None:
     """On the device that CI has, so that no option which `Muon` refuses is found on a GPU."""
     step = harness.one_gpu
-    built = harness.package.Built(opt, "0" * 40, clean=True)
+    built = harness.built_package.Built(opt, "0" * 40, clean=True)
     case = step.StepCase(step.Model("tiny"), built, "cpu")
     case.call(case.ours)(0)
     passed, error, baseline = case.compare()

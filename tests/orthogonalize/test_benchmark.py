@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness import timer
-from benchmarks.harness.package import module as module_of
+from benchmarks.harness.built_package import module as module_of
 
 from .._compare import relative_error
 from ._matrices import known_matrix, matrix

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .. import other_projects
-from ..package import Built
+from ..built_package import Built
 from ..progress import Progress
 from ..report import Row, difference, failed
 from . import first_use, moe_model

@@ -104,9 +104,9 @@ def main(device: str = "cuda", sizes: Sequence[int] = SIZES) -> None:
     """In the fresh process: print seconds by number of tokens as JSON."""
     import torch
 
-    from .. import package
+    from .. import built_package
 
-    moe = package.load(ROOT, device).package.moe
+    moe = built_package.load(ROOT, device).package.moe
     experts, hidden, intermediate, top_k = sizes
     kind = {"device": device, "dtype": torch.bfloat16}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..built_package import Built, settle
 from ..device import peak_mb
-from ..package import Built, settle
 from ..report import Goal, Row, failed, judged, said
 from ..timer import LEAST_SETS, clock
 

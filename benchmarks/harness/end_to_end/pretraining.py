@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import other_projects, timer
-from ..package import demo_modules
+from ..built_package import demo_modules
 from .tokens import Tokens
 
 DECAY, BETAS = 0.1, (0.9, 0.95)

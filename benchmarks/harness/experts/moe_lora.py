@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from .. import compile_ahead, other_projects
+from ..built_package import Built, settle
+from ..built_package import module as package_module
 from ..device import peak_mb
-from ..package import Built, settle
-from ..package import module as package_module
 from ..progress import Progress
 from ..report import Measured, Row, failed, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times

@@ -11,8 +11,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from ..built_package import Built, settle
 from ..device import peak_mb
-from ..package import Built, settle
 from ..report import Goal, Measured, Row, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD

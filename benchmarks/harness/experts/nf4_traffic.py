@@ -60,11 +60,11 @@ def main() -> None:
     """Forward of each layer once: the child that ncu looks at."""
     import torch
 
-    from .. import package
+    from .. import built_package
     from .moe_lora import calls_of
     from .quant import BYTES, PackedCase
 
-    built = package.load()
+    built = built_package.load()
     for model in TRAFFIC:
         layer = Layer(model, *MODELS[model])
         case = PackedCase(layer, built, 0)

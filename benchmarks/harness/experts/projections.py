@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..package import Built
-from ..package import module as package_module
+from ..built_package import Built
+from ..built_package import module as package_module
 from ..report import floor_ms
 from ..timer import medians
 from .problems import Layer

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from .. import compile_ahead
+from ..built_package import Built, settle
 from ..device import copy_call, peak_mb
 from ..elementwise import Dequant, DequantCase
-from ..package import Built, settle
 from ..progress import Progress
 from ..report import Goal, Measured, Row, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from .. import compile_ahead, other_projects, paths
+from ..built_package import Built
 from ..device import added_mb
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
-from ..package import Built
 from ..progress import Progress
 from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
 from ..timer import FEW_BURSTS, LEAST_SETS, Times, times

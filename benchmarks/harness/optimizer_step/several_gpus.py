@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from ..built_package import Built
 from ..device import added_mb
-from ..package import Built
 from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, passed
 from ..timer import Times, burst
 from .one_gpu import DECAY, LR, SHAPES, TIMED, WARMUP, Model
