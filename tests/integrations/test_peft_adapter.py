@@ -433,7 +433,7 @@ def files_of(submodule, folder: Path, file: str = ""):
     if file:
         index = {"weight_map": {"weight": file}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return submodule("integrations.models.model_files").ModelFiles(folder)
+    return submodule("integrations.models.safetensors_reader").ModelFiles(folder)
 
 
 OUTSIDE = ("../../{x}", "{root}/{x}", "..\\{x}", "outside.safetensors", "folder/{x}")

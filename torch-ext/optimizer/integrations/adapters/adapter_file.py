@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from ...moe.quantized.expert_weights import check_module
 from ..checkpoints.tensor_file import read_tensors, replacing, write_tensors
 from ..models.experts import operand_shape, parameter_names
-from ..models.model_files import hub_file
+from ..models.safetensors_reader import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import injection, peft
 from .adapter_config import (

@@ -31,8 +31,8 @@ from .experts import (
     why_no_experts,
 )
 from .hf_quantizer import attach_described, is_described
-from .model_files import TRUE, ModelFiles
-from .packed_files import PACKINGS, PackedFiles, Packing
+from .prequantized_checkpoints import PACKINGS, PackedFiles, Packing
+from .safetensors_reader import TRUE, ModelFiles
 from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)

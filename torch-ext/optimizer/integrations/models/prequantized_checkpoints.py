@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...moe.quantized.expert_weights import Format, format_of
-from .model_files import ModelFiles
+from .safetensors_reader import ModelFiles
 
 Parts = dict[str, str]  # part of a packed matrix -> name in the files
 
