@@ -40,7 +40,7 @@ def test_it_serves_float16_on_hopper_alone(module):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_reference_is_the_definition(submodule, name):
-    reference = submodule("reference.products")
+    reference = submodule("reference.matrix_products")
     x, scale = operand(3, 40, HALF, torch.device("cpu"))
     expected = definition(x, CHAINS[name], scale, HALF)
     assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
