@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ._harness import COMMIT, HEAD, result_findings
-from ._project import write_files
+from ._project import ROOT, write_files
 
 pytestmark = pytest.mark.static
 
@@ -108,8 +108,10 @@ def test_a_name_stands_for_cases(harness) -> None:
     assert selected(["qwen3-moe-8l/lora"]) == both
     assert all(case.endswith("/eager") for case in selected(["qwen3-moe-8l"]))
     assert selected(["qwen3-moe-8l/2048/lora/compile"]) == ["qwen3-moe-8l/2048/lora/compile"]
-    first_use = ["first_use/layer", "first_use/other_tokens"]
+    unlisted = ["first_use/unlisted/layer", "first_use/unlisted/other_tokens"]
+    first_use = ["first_use/layer", "first_use/other_tokens", *unlisted]
     assert selected(["first_use", "first_use/layer"]) == first_use
+    assert selected(["first_use/unlisted"]) == unlisted
     with pytest.raises(ValueError, match="'gpt-124M/sgd' is no case; there are gpt-124M/adamw"):
         selected(["gpt-124M/sgd"])
 
@@ -331,17 +333,31 @@ def test_first_calls_are_told_apart(harness, monkeypatch) -> None:
     found = {"2048": 1.5, "16": 0.1, "8192": 0.4}
     asked = []
 
-    def measure(*, compiler: bool = False):
-        asked.append(compiler)
-        return found if compiler else None
+    listed, unlisted = use.SIZES.values()
+
+    def measure(sizes, *, compiler: bool = False):
+        asked.append((sizes, compiler))
+        return found if compiler or sizes == unlisted else None
 
     monkeypatch.setattr(use, "measure", measure)
     rows = [row for row, _ in use.rows(list(use.CASES))]
-    assert asked == [False, True]
+    assert asked == [(listed, False), (listed, True), (unlisted, False)]
     found = [(row.value, row.target, row.compiler) for row in rows]
-    assert found == [(1.5, 2, True), (0.4, 0.3, True)]
+    assert found == [(1.5, 2, True), (0.4, 0.3, True), (1.5, 2, False), (0.4, 0.3, False)]
+    assert [row.case for row in rows] == list(use.CASES)
     assert rows[1].parts == {"16": 0.1, "8192": 0.4}
     assert list(use.rows([])) == []
+
+
+def test_layers_of_the_first_calls_are_listed_and_not(harness) -> None:
+    """What `make prebuilt` compiles has the one layer and lacks the other."""
+    text = (ROOT / "tools/prebuild.py").read_text()
+    listed, unlisted = (", ".join(map(str, sizes)) for sizes in harness.first_use.SIZES.values())
+    assert f"Model({listed})" in text and f"Model({unlisted})" not in text
+
+
+def test_a_first_call_that_fails_has_no_time(harness) -> None:
+    use = harness.first_use
     assert not use.figure("first_use/layer", None, compiler=True)[0].ok
 
 
@@ -354,7 +370,8 @@ def test_a_first_call_finds_no_compiler(harness, monkeypatch) -> None:
 
     monkeypatch.setattr(use.subprocess, "run", run)
     monkeypatch.setenv("CC", "gcc")
-    assert use.measure() == {"2048": 1.0}
+    assert use.measure((64, 2048, 1024, 8)) == {"2048": 1.0}
     assert "CC" not in seen and shutil.which("cc", path=seen["PATH"]) is None
-    assert seen["command"] == [sys.executable, "-m", "harness.end_to_end.first_use"]
+    command = [sys.executable, "-m", "harness.end_to_end.first_use", "64", "2048", "1024", "8"]
+    assert seen["command"] == command
     assert not Path(seen["TRITON_CACHE_DIR"]).exists()

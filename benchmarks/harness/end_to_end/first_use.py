@@ -1,7 +1,8 @@
 """Seconds of the first calls of a layer of experts, in a fresh process, nothing compiled before.
 
 The process finds an empty folder for what Triton compiles and no compiler on the PATH. If it cannot
-do without one, the row says so and is measured with the PATH as it is.
+do without one, the row says so and is measured with the PATH as it is. A variant brings the code of
+the layers that `tools/prebuild.py` lists: one of them is measured, and one that is not listed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 
 from ..sources import ROOT
 
-LAYER, OTHER = "first_use/layer", "first_use/other_tokens"
-CASES = (LAYER, OTHER)
+LAYER, OTHER = "layer", "other_tokens"
 TARGETS = {LAYER: 2.0, OTHER: 0.3}  # seconds
-SIZES = (64, 2048, 1024, 8)  # OLMoE-1B-7B: experts, hidden, intermediate, experts per token
+SIZES = {  # experts, hidden, intermediate, experts per token
+    "first_use": (64, 2048, 1024, 8),  # OLMoE-1B-7B
+    "first_use/unlisted": (64, 2048, 1408, 6),  # DeepSeek-V2-Lite
+}
+CASES = tuple(f"{layer}/{call}" for layer in SIZES for call in TARGETS)
 FIRST, OTHERS = 2048, (16, 200, 400, 700, 8192)  # tokens
 RANK, ALPHA = 16, 32
 LONGEST = 300  # seconds
@@ -49,31 +53,35 @@ class Figure:
 
 
 def rows(cases: Sequence[str]) -> Iterator[tuple[Figure, str]]:
-    """The rows of these cases, of one process."""
-    if not cases:
-        return
-    found, compiler = measure(), False
-    if found is None:
-        found, compiler = measure(compiler=True), True
-    for case in cases:
-        yield figure(case, found, compiler=compiler)
+    """The rows of these cases, of one process for each layer."""
+    for layer, sizes in SIZES.items():
+        asked = [case for case in cases if case.rpartition("/")[0] == layer]
+        if not asked:
+            continue
+        found, compiler = measure(sizes), False
+        if found is None:
+            found, compiler = measure(sizes, compiler=True), True
+        for case in asked:
+            yield figure(case, found, compiler=compiler)
 
 
 def figure(case: str, found: dict[str, float] | None, *, compiler: bool) -> tuple[Figure, str]:
     """The row of a case and its line; `found` are seconds by number of tokens."""
     if found is None:
         return Figure(case, "auto", ok=False), f"{case:<36} FAILED, not timed"
-    parts = {key: s for key, s in found.items() if (key == str(FIRST)) == (case == LAYER)}
+    call = case.rpartition("/")[2]
+    parts = {key: s for key, s in found.items() if (key == str(FIRST)) == (call == LAYER)}
     slowest = max(parts.values())
     needs = ", needs a compiler" if compiler else ""
-    row = Figure(case, "auto", True, slowest, "s", TARGETS[case], compiler, parts)
-    return row, f"{case:<36}{slowest:>8.2f}s  of {TARGETS[case]} s{needs}"
+    row = Figure(case, "auto", True, slowest, "s", TARGETS[call], compiler, parts)
+    return row, f"{case:<36}{slowest:>8.2f}s  of {TARGETS[call]} s{needs}"
 
 
-def measure(*, compiler: bool = False) -> dict[str, float] | None:
+def measure(sizes: Sequence[int], *, compiler: bool = False) -> dict[str, float] | None:
     """Seconds of forward and backward by number of tokens, in a fresh process; None if it fails.
 
     Args:
+        sizes: experts, hidden and intermediate size, experts per token.
         compiler: leave the PATH as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +92,7 @@ def measure(*, compiler: bool = False) -> dict[str, float] | None:
             environment.pop("CC", None)
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "harness.end_to_end.first_use"],
+                [sys.executable, "-m", "harness.end_to_end.first_use", *map(str, sizes)],
                 cwd=BENCHMARKS,
                 env=environment,
                 capture_output=True,
@@ -100,7 +108,7 @@ def measure(*, compiler: bool = False) -> dict[str, float] | None:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(device: str = "cuda", sizes: Sequence[int] = SIZES) -> None:
+def main(sizes: Sequence[int], device: str = "cuda") -> None:
     """In the fresh process: print seconds by number of tokens as JSON."""
     import torch
 
@@ -135,4 +143,4 @@ def main(device: str = "cuda", sizes: Sequence[int] = SIZES) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(size) for size in sys.argv[1:]])
