@@ -100,22 +100,6 @@ def written(harness, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_name_stands_for_cases(harness) -> None:
-    selected = harness.cases.selected
-    assert selected(["gpt-124M/muon"]) == ["gpt-124M/muon"]
-    assert len(selected(["gpt-124M"])) == 4
-    both = [f"qwen3-moe-8l/{tokens}/lora/eager" for tokens in (2048, 8192)]
-    assert selected(["qwen3-moe-8l/lora"]) == both
-    assert all(case.endswith("/eager") for case in selected(["qwen3-moe-8l"]))
-    assert selected(["qwen3-moe-8l/2048/lora/compile"]) == ["qwen3-moe-8l/2048/lora/compile"]
-    unlisted = ["first_use/unlisted/layer", "first_use/unlisted/other_tokens"]
-    first_use = ["first_use/layer", "first_use/other_tokens", *unlisted]
-    assert selected(["first_use", "first_use/layer"]) == first_use
-    assert selected(["first_use/unlisted"]) == unlisted
-    with pytest.raises(ValueError, match="'gpt-124M/sgd' is no case; there are gpt-124M/adamw"):
-        selected(["gpt-124M/sgd"])
-
-
 def test_rates_go_up_stay_and_go_down(harness) -> None:
     plan = harness.pretraining.Plan()
     factors = [plan.factor(step) for step in range(plan.steps)]
@@ -161,11 +145,6 @@ def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
     assert harness.pretraining.choose([leader, stopped])[0] is leader
     assert harness.cases.swept(stopped) == {"lr": 5e-4, "stopped": 100, "behind": 4.6}
     assert harness.cases.swept(leader) == {"lr": 2e-3, "loss": 3.0}
-
-
-def test_a_curve_has_means_at_their_seconds(harness) -> None:
-    found = harness.pretraining.averaged([4.0, 2.0, 3.0, 1.0, 8.0], 10.0, 5.0, 2)
-    assert found == [(12.0, 3.0), (14.0, 2.0), (15.0, 8.0)]
 
 
 def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
@@ -267,23 +246,6 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
     assert changed == {"end_to_end of experts"}
 
 
-def test_a_row_at_the_edge_says_so(harness) -> None:
-    row = dataclasses.replace(training(harness, "muon"), lr_at_edge=True)
-    assert "at the edge of the sweep" in harness.cases.line(row)
-    assert "not timed" in harness.cases.line(harness.report.failed("gpt-124M/muon"))
-
-
-def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
-    run, asked = harness.run, []
-    monkeypatch.setattr(run, "measure_cases", lambda cases, *_, **__: asked.append(cases) or 0)
-    assert run.main(["end_to_end", "--case", "first_use", "gpt-124M"]) == 0
-    assert asked == [["first_use", "gpt-124M"]]
-    for arguments in (["end_to_end"], ["elementwise", "--case", "first_use"]):
-        with pytest.raises(SystemExit):
-            run.main(arguments)
-        assert "end_to_end takes --case" in capsys.readouterr().err
-
-
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
     """300 files, every third of which stands there twice."""
@@ -303,28 +265,6 @@ def test_no_text_is_trained_on_and_held_out(harness, programs: Path) -> None:
     assert (train, held_out) == split([programs, programs], recipe)
     few, _ = split([programs], dataclasses.replace(recipe, train_bytes=10_000))
     assert few == train[: len(few)] and 9_000 < sum(map(len, few)) < 12_000
-
-
-def test_token_ids_are_made_once_and_kept(harness, programs: Path, tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    recipe = harness.tokens.Recipe(400, vocabulary_bytes=20_000)
-    folder = tmp_path / "kept"
-    made = harness.tokens.prepare(folder, recipe, [programs])
-    assert max(made.train.max(), made.held_out.max()) < 400
-    (kept,) = folder.iterdir()
-    tokenizer = tokenizers.Tokenizer.from_file(str(kept / "tokenizer.json"))
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    train, held_out = harness.tokens.split([programs], recipe)
-    between = harness.tokens.BETWEEN
-    decoded = tokenizer.decode(made.held_out.tolist(), skip_special_tokens=False)
-    assert decoded == "".join(between + text for text in held_out)
-    assert made.train[0] == tokenizer.token_to_id(between)
-    assert (made.train == made.train[0]).sum() == len(train)
-    shutil.rmtree(programs)
-    again = harness.tokens.prepare(folder, recipe, [programs])
-    assert again.digest == made.digest and (again.train == made.train).all()
-    with pytest.raises(ValueError, match="0 train and 0 held-out files"):
-        harness.tokens.prepare(tmp_path / "other", recipe, [programs])
 
 
 def test_first_calls_are_told_apart(harness, monkeypatch) -> None:

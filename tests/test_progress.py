@@ -1,9 +1,7 @@
 """A measurement that is cut off goes on behind its finished rows; what Nsight Compute counts."""
 
-import dataclasses
 import importlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -177,24 +175,6 @@ def test_two_commands_share_the_cases_of_a_file(toy, harness, capsys) -> None:
     before = toy.complete.read_text()
     assert toy() == 0 and toy.measured == [] and toy.complete.read_text() == before
     assert "toy.json is complete; delete it to measure it anew" in capsys.readouterr().out
-    file = harness.progress.PartialFile(toy.partial.with_name("x.json"), HEAD)
-    file.rows.append(harness.report.failed("a"))
-    file.turn(["a", "a [peer]"], ["b"])
-    again = harness.progress.PartialFile(file.path, HEAD)
-    assert again.turn([], ["a", "a [peer]", "b", "c"]) == ["c"]
-    file.release()
-    assert again.turn([], ["b"]) == ["b"]
-    file.complete([], ["a"])
-    assert again.turn(["b"], ["c"]) == [] and not again.complete([], ["a", "b"])
-
-
-def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
-    monkeypatch.setattr(harness.plots, "RESULTS", Path("results"))
-    toy.out /= "results"
-    toy.cut_off(CASES[2])
-    assert harness.plots.result_files(toy.out.parent) == []
-    assert toy() == 0
-    assert harness.plots.result_files(toy.out.parent) == [toy.complete]
 
 
 @pytest.mark.parametrize(
@@ -233,13 +213,6 @@ def test_only_what_is_missing_is_compiled_ahead(harness, entry) -> None:
     random = module.random_cases(COMMIT)
     assert len(everything) - len(module.compile_jobs(built, random)) == 20
     assert harness.compile_ahead.jobs_of(module.__name__, "compile_jobs", built, random)
-
-
-def test_end_to_end_names_what_is_left(harness) -> None:
-    late = harness.progress.Progress(end=0.0)
-    cases = harness.cases.selected(["gpt-124M", "qwen3-moe-8l", "first_use"])
-    assert list(harness.cases.rows(None, cases, late)) == []
-    assert late.left == cases
 
 
 def test_cases_are_measured_again_in_a_file_of_the_same_sources(harness, tmp_path) -> None:
@@ -306,20 +279,6 @@ def test_what_cannot_be_read_is_said(counters, text, reason) -> None:
         counters.parsed(text)
 
 
-def test_without_ncu_the_row_says_so(counters, monkeypatch) -> None:
-    from benchmarks.harness import orthogonalize
-
-    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    goal = orthogonalize.traffic_goal()["of_least_traffic"]
-    assert goal == {"value": "no ncu on this machine", "goal": 1.5, "met": None}
-
-
-def test_a_failing_ncu_says_so(counters, monkeypatch) -> None:
-    monkeypatch.setattr(counters.shutil, "which", lambda name: "/bin/false")
-    with pytest.raises(counters.NotCountedError, match="ncu failed: CalledProcess"):
-        counters.counted("harness.orthogonalize")
-
-
 def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) -> None:
     """The grandchild would hold the pipe until it ends by itself."""
     pid, begin = tmp_path / "pid", time.monotonic()
@@ -339,15 +298,7 @@ def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) ->
         time.sleep(0.05)
 
 
-# As far as each is imported, and no further; axolotl's kernels are tuned by Triton.
-LORA_OPS = """
-import triton
-
-@triton.autotune(configs=[triton.Config({"X": x}) for x in range(10)], key=["n"])
-@triton.jit
-def kernel(n, X: triton.language.constexpr):
-    pass
-"""
+# As far as each is imported, and no further.
 SCATTERMOE = "src/axolotl/integrations/kernels/libs/scattermoe_lora"
 FILES = {
     "dion": {"dion/__init__.py": "Muon = None"},
@@ -365,7 +316,7 @@ FILES = {
         f"{SCATTERMOE}/__init__.py": "import axolotl.integrations.kernels.libs.scattermoe_lora"
         ".kernels.lora_ops",
         f"{SCATTERMOE}/kernels/__init__.py": "",
-        f"{SCATTERMOE}/kernels/lora_ops.py": LORA_OPS,
+        f"{SCATTERMOE}/kernels/lora_ops.py": "",
     },
 }
 PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "axolotl")
@@ -399,12 +350,6 @@ def test_every_peer_is_found_with_its_commit(harness, checkouts, capsys) -> None
     assert capsys.readouterr().out == ""
 
 
-def test_without_peers_nothing_is_said(harness, monkeypatch, capsys) -> None:
-    monkeypatch.delenv("PEERS", raising=False)
-    assert names(harness) == []
-    assert capsys.readouterr().out == ""
-
-
 def test_what_a_checkout_lacks_is_said_once(harness, checkouts, capsys) -> None:
     """A checkout, a commit, a package that one imports: the others keep their rows."""
     (checkouts / "quack").rename(checkouts / "elsewhere")
@@ -416,66 +361,3 @@ def test_what_a_checkout_lacks_is_said_once(harness, checkouts, capsys) -> None:
         "no rows of nanochat: ModuleNotFoundError: No module named 'no_such_package'",
         f"no rows of gram-newton-schulz: there is no checkout {checkouts}/quack",
     ]
-
-
-def test_a_commit_is_read_from_git(harness, tmp_path) -> None:
-    """Of the checkout's own repository, not of one around it."""
-
-    def git(*arguments: str) -> str:
-        named = ("-c", "user.name=a", "-c", "user.email=a@b")
-        command = ["git", "-C", str(tmp_path), *named, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    git("init", "-q")
-    projects = harness.other_projects
-    with pytest.raises(projects.MissingError, match=r"neither \.git nor a file COMMIT"):
-        projects.commit_of(tmp_path)
-    git("commit", "-q", "--allow-empty", "-m", "a")
-    assert projects.commit_of(tmp_path) == git("rev-parse", "HEAD")
-    (tmp_path / "inner").mkdir()
-    with pytest.raises(projects.MissingError, match="inner has neither"):
-        projects.commit_of(tmp_path / "inner")
-
-
-def test_a_peer_that_takes_long_is_left_out(harness, checkouts, capsys) -> None:
-    (peer,) = harness.other_projects.offered("dion")
-    row = harness.report.failed("a")
-
-    def slow():
-        yield dataclasses.replace(row, ok=True), ""
-        time.sleep(60)
-
-    begin = time.monotonic()
-    assert list(harness.other_projects.rows(peer, slow, 0.2)) == []
-    assert time.monotonic() - begin < 30
-    assert "no rows of dion: TimeoutError: not done within 0 s" in capsys.readouterr().out
-    time.sleep(0.3)  # nothing rings any more
-
-
-def test_a_peers_tuning_can_be_compiled_in_parts(harness, checkouts) -> None:
-    """Each configuration in one of the parts; behind them all are tried, each for a short time."""
-    peers = harness.other_projects
-    (peer,) = peers.offered("axolotl")
-    (tuner,) = peers._tuners()
-    configs, seen, calls = list(tuner.configs), [], []
-    assert len(configs) == 10 and tuner._do_bench is peers._bench
-    for number in range(peers.SLICES):
-        with peers.slice_of_tuning(number):
-            seen += tuner.configs
-            assert tuner.do_bench(lambda: calls.append(1), (0.5, 0.2)) == [0.0, 0.0]
-    assert sorted(map(str, seen)) == sorted(map(str, configs)) and len(calls) == peers.SLICES
-    assert tuner.configs == configs and tuner._do_bench is peers._bench
-    assert "TRITON_CACHE_AUTOTUNING" not in os.environ
-    built = SimpleNamespace(package=None)
-    assert len(harness.moe_lora.peer_jobs(built)) == 4 * peers.SLICES
-    units = [unit for _, units in harness.moe_lora.peer_units(peer) for unit in units]
-    assert len(units) == 8 and "Qwen3-30B-A3B/T2048/r16/fwd [axolotl]" in units
-    assert harness.moe_lora.peer_jobs(built, units) == {}
-    assert len(harness.one_gpu.compile_jobs(built)) == peers.SLICES
-
-
-def test_peers_are_there_for_agreed_layers_only(harness) -> None:
-    problems, compared = harness.problems, harness.moe_lora.is_compared
-    layers = [layer for layer in problems.listed() if compared(layer)]
-    assert [layer.name for layer in layers] == [f"{m}/T2048/r16" for m in problems.MODELS]
-    assert not compared(dataclasses.replace(layers[0], fp32_lora=True))
