@@ -383,13 +383,6 @@ def toolkits(monkeypatch) -> Callable[..., ModuleType]:
     return found
 
 
-def test_missing_nvcc_is_named_with_its_remedies(toolkits, tmp_path: Path):
-    with refused("nvcc not found") as error:
-        toolkits(tmp_path / "none").find_cuda(None, torch_built_with("13.0"))
-    for words in (str(tmp_path / "none"), "CUDA_HOME", "make build BACKEND=cpu"):
-        assert words in str(error.value)
-
-
 def test_the_toolkit_of_cuda_home_comes_first(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert tool("local_build.toolchain")._cuda_homes()[0] == tmp_path
@@ -562,11 +555,6 @@ def test_a_committed_ops_file_is_refused(sources: Path):
         tool("local_build.project").load_project(sources)
 
 
-def test_unknown_backend(sources: Path):
-    done = run_build(sources, "--backend", "metal")
-    assert done.returncode == 1 and "build.toml has cuda, cpu (or all)" in done.stderr
-
-
 def test_missing_checker_is_an_error_unless_asked_for(checkout: Path, tmp_path: Path):
     hidden = tmp_path / "hidden" / "kernel_abi_check"
     hidden.mkdir(parents=True)
@@ -645,19 +633,6 @@ def test_each_check_can_fail(planted: Path):
         "forgotten_source is undefined and no library provides it",
     ):
         assert finding in message, f"{finding!r} is missing from:\n{message}"
-
-
-def test_declarations_are_found_in_torch_headers(tmp_path: Path):
-    symbols = tool("local_build.shim_symbols")
-    folder = tmp_path / "torch" / "csrc" / "stable" / "c"
-    folder.mkdir(parents=True)
-    (folder / "shim.h").write_text(
-        "#define AOTI_TORCH_EXPORT\n"
-        "AOTI_TORCH_EXPORT AOTITorchError\ntorch_on_two_lines(\n    int x);\n"
-        "AOTI_TORCH_EXPORT const char* aoti_torch_pointer();\n"
-        "// torch_in_a_comment( and torch_not_exported(int);\n"
-    )
-    assert symbols.declared_symbols(tmp_path) == {"torch_on_two_lines", "aoti_torch_pointer"}
 
 
 def test_the_oldest_torch_has_no_later_symbol():

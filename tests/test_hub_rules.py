@@ -14,7 +14,6 @@ from ._project import (
     ROOT,
     aliases,
     assert_finds_what_is_marked,
-    assert_found,
     assert_none,
     committed_files,
     dotted,
@@ -187,31 +186,6 @@ def _has_one_config(call: ast.Call) -> bool:
     return isinstance(configs, ast.List | ast.Tuple) and len(configs.elts) == 1
 
 
-def benchmark_findings(folder: Path) -> list[str]:
-    """Each benchmark*.py of the Hub's convention: a `Benchmark` subclass, and no sibling import."""
-    paths = sorted(folder.glob("benchmark*.py"))
-    if not paths:
-        return [f"{folder.name}/: there is no benchmark*.py"]
-    siblings = {path.stem for path in folder.glob("*") if path.suffix in ("", ".py")}
-    siblings.add(folder.name)
-    findings = []
-    for path in paths:
-        tree = parse(path)
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        if not any(_last(base) == "Benchmark" for node in classes for base in node.bases):
-            findings.append(f"{path.name}: defines no subclass of kernels.benchmark.Benchmark")
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [entry.name for entry in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = ["." * node.level + (node.module or "")]
-            for name in names:
-                if name.startswith(".") or name.split(".")[0] in siblings:
-                    findings.append(f"{path.name}:{node.lineno}: imports its sibling {name}")
-    return findings
-
-
 def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[str]:
     """The Hub id is stated in build.toml alone; documents may show it, and then correctly.
 
@@ -359,55 +333,6 @@ def test_rules_find_what_breaks_them_and_nothing_else(tmp_path: Path) -> None:
 
 def test_no_generated_file_is_committed() -> None:
     assert_none(generated_file_findings(committed_files() or []))
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("setup.py", True),
-        ("cmake/kernel.cmake", True),
-        ("build/torch-stable-abi211-cpu-x86_64-linux/metadata.json", True),
-        ("metadata-cuda.json", True),
-        ("torch-ext/registration.h", True),
-        ("torch-ext/optimizer/_ops.py", True),
-        ("tools/setup.py", False),
-        ("build.toml", False),
-        ("torch-ext/optimizer/kernels/quant/nf4_dequant.py", False),
-    ],
-)
-def test_generated_files_are_recognised(name: str, found: bool) -> None:
-    assert bool(generated_file_findings([Path(name)])) is found
-
-
-def test_benchmarks_follow_the_hub_convention() -> None:
-    assert_none(benchmark_findings(ROOT / "benchmarks"))
-
-
-BENCHMARK = "from kernels.benchmark import Benchmark\nclass Sum(Benchmark): ...\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("import torch\n" + BENCHMARK, None),
-        ("import torch\nclass Sum: ...\n", "no subclass"),
-        (BENCHMARK + "from harness import timer\n", "sibling harness"),
-        (BENCHMARK + "import benchmarks.run\n", "sibling benchmarks.run"),
-        (BENCHMARK + "from .run import main\n", "sibling .run"),
-        (BENCHMARK + "def f():\n    from run import main\n", "benchmark_sum.py:4"),
-    ],
-)
-def test_benchmark_rule_can_fail(tmp_path: Path, text: str, expected: str | None) -> None:
-    folder = tmp_path / "benchmarks"
-    (folder / "harness").mkdir(parents=True)
-    (folder / "run.py").touch()
-    (folder / "benchmark_sum.py").write_text(text)
-    findings = benchmark_findings(folder)
-    assert_found(expected, findings) if expected else assert_none(findings)
-
-
-def test_missing_benchmarks_are_a_finding(tmp_path: Path) -> None:
-    assert benchmark_findings(tmp_path)
 
 
 def test_repo_id_is_stated_once() -> None:

@@ -1,7 +1,8 @@
-"""Who may import whom, as data, and the checks that read it off the source. No torch, no build."""
+"""Who may import whom, and how large anything may be, read off the sources. No torch, no build."""
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ._checkout import tool
 from ._project import (
     PACKAGE,
     ROOT,
@@ -487,3 +489,61 @@ def test_an_import_of_nothing_is_found(tmp_path: Path) -> None:
         "deep/cases.py:2: no gone in .",
         "rows.py:4: no MORE in deep.cases",
     ]
+
+
+LIMIT = tool("sizes").FOLDER_LIMIT
+
+
+def sizes(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "sizes.py"), "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def function(lines: int, decorator: str = "") -> str:
+    """A function of so many lines, its decorator included."""
+    head = [decorator] if decorator else []
+    return "\n".join([*head, "def f():", *["    x = 1"] * (lines - 1 - len(head))])
+
+
+def test_project_keeps_the_limits() -> None:
+    result = sizes(ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("tools/a.py", function(100), None),
+        ("tools/a.py", function(101), "tools/a.py:1 f: 101 lines, limit 100"),
+        ("tools/a.py", function(101, "@other"), "101 lines, limit 100"),
+        ("tools/a.py", function(120, "@triton.jit"), None),
+        ("tools/a.py", function(121, "@triton.jit"), "121 lines, limit 120"),
+        ("tools/a.py", function(121, "@jit(debug=True)"), "121 lines, limit 120"),
+        ("kernels-src/a.cu", "//\n" * 800, None),
+        ("kernels-src/a.cu", "//\n" * 801, "kernels-src/a.cu: 801 lines, limit 800"),
+        ("torch-ext/a/b.py", "x = 1\n" * 801, "torch-ext/a/b.py: 801 lines, limit 800"),
+    ],
+)
+def test_limits(tmp_path: Path, name: str, text: str, complaint: str | None) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    result = sizes(tmp_path)
+    assert result.returncode == (0 if complaint is None else 1)
+    assert (complaint or "") in result.stderr
+
+
+def test_files_side_by_side_in_the_package_are_limited(tmp_path: Path) -> None:
+    folder = tmp_path / "torch-ext/optimizer/kernels"
+    elsewhere = tmp_path / "tests"
+    for parent in (folder, folder / "quant", elsewhere):
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(LIMIT):
+            (parent / f"a{number}.py").write_text("")
+    (folder / "tiles.json").write_text("{}")
+    assert sizes(tmp_path).returncode == 0
+    (elsewhere / "one_more.py").write_text("")
+    assert sizes(tmp_path).returncode == 0
+    (folder / "one_more.py").write_text("")
+    complaint = f"torch-ext/optimizer/kernels: {LIMIT + 1} files, limit {LIMIT}\n"
+    assert sizes(tmp_path).stderr == f"TOO LARGE: {complaint}"

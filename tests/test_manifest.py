@@ -17,9 +17,7 @@ pytestmark = pytest.mark.static
 DEVICE_SOURCES = frozenset({".cu", ".cpp", ".cc"})
 HEADERS = frozenset({".cuh", ".h", ".hpp"})
 NO_REFERENCE = frozenset({"launch_plan", "nf4_product"})
-# Of kernels-src: what several families use, and the host's code. Every other folder is a family.
-SHARED_FOLDERS = frozenset({"common", "sm90", "cpu"})
-# What may follow a family's or an op's name: an architecture, and a format before it.
+# What may follow an op's name: an architecture, and a format before it.
 SUFFIX = re.compile(r"(?:_(?:mxfp4|fp8))*_(cpu|sm\d+a?)$")
 OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
 
@@ -98,46 +96,6 @@ def source_findings(project: Project) -> list[str]:
         for source in sorted({entry for entry in compiled if compiled.count(entry) > 1}):
             findings.append(f"{source}: compiled more than once for {backend}")
     return findings
-
-
-def component_findings(project: Project) -> list[str]:
-    """[kernel.<family>] beside [kernel.<family>_cpu] and [kernel.<family>_sm90], of its folder."""
-    findings = []
-    folder = project.root / "kernels-src"
-    families = {path.name for path in folder.glob("*/") if path.is_dir()} - SHARED_FOLDERS
-    components = project.build.get("kernel", {})
-    for name, part in components.items():
-        where = f"build.toml [kernel.{name}]"
-        match = SUFFIX.search(name)
-        suffix = match[1] if match else ""
-        family = SUFFIX.sub("", name)
-        if family not in families:
-            findings.append(f"{where}: kernels-src/{family}/ does not exist")
-        if (suffix == "cpu") != (part["backend"] == "cpu"):
-            findings.append(f"{where}: the name must end in _cpu exactly if the backend is cpu")
-        capabilities = part.get("cuda-capabilities", [])
-        if suffix.startswith("sm") and not _all_are(suffix, capabilities):
-            findings.append(f"{where}: cuda-capabilities {capabilities} are not {suffix}'s")
-        if not suffix and "8.0+PTX" not in capabilities:
-            findings.append(f"{where}: a generic component needs the capability 8.0+PTX")
-        home = "cpu" if suffix == "cpu" else family
-        for source in part["src"]:
-            parts = Path(source).parts
-            # A header may be another family's: the Hopper kernels share theirs.
-            headers = {home, *SHARED_FOLDERS, *families}
-            allowed = {home} if Path(source).suffix in DEVICE_SOURCES else headers
-            if parts[0] != "kernels-src" or parts[1] not in allowed:
-                findings.append(f"{where}: {source} lies outside of kernels-src/{home}/")
-    for family in sorted(families - {SUFFIX.sub("", name) for name in components}):
-        findings.append(f"kernels-src/{family}/: build.toml has no component of this name")
-    return findings
-
-
-def _all_are(suffix: str, capabilities: list[str]) -> bool:
-    """Whether every capability is the suffix's: sm90 takes 9.0 and 9.0a, sm100 takes 10.0."""
-    digits = re.sub(r"\D", "", suffix)
-    version = f"{digits[:-1]}.{digits[-1]}"
-    return bool(capabilities) and all(entry.rstrip("af") == version for entry in capabilities)
 
 
 def binding_findings(project: Project) -> list[str]:
@@ -319,13 +277,10 @@ def _code(markdown: str) -> str:
     return "\n".join(fences + re.findall(r"`([^`\n]+)`", rest))
 
 
-SOURCE, COMPONENT = source_findings, component_findings
-BIND, PYTHON = binding_findings, python_findings
-DOCUMENT = document_findings
-TABLES = op_table_findings
-CHANGES = changelog_findings
-PIN = pin_findings
-CHECKS = (SOURCE, COMPONENT, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
+SOURCE, BIND, PYTHON = source_findings, binding_findings, python_findings
+DOCUMENT, TABLES = document_findings, op_table_findings
+CHANGES, PIN = changelog_findings, pin_findings
+CHECKS = (SOURCE, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
 
 TABLE = """
 | requested name | op | CUDA source | Triton source |
@@ -421,12 +376,6 @@ BREAKS = [  # the rule, a file, its old text (None: all of it), the new (None: n
     (SOURCE, "kernels-src/sum/extra.cuh", None, "", "no src of build.toml"),
     (SOURCE, "torch-ext/extra.cpp", None, "", "no src of build.toml"),
     (SOURCE, BUILD, "sum/sum_sm90.cu", "sum/sum.cu", "compiled more than once for cuda"),
-    (COMPONENT, "kernels-src/new/new.cu", None, "", "no component"),
-    (COMPONENT, BUILD, "[kernel.sum]", "[kernel.total]", "kernels-src/total/ does not exist"),
-    (COMPONENT, BUILD, "[kernel.sum_cpu]", "[kernel.sum_sm80]", "exactly if the backend is cpu"),
-    (COMPONENT, BUILD, '"9.0a"', '"8.0"', "are not sm90's"),
-    (COMPONENT, BUILD, "8.0+PTX", "8.0", "needs the capability"),
-    (COMPONENT, BUILD, CPU, "kernels-src/sum/sum.cpp", "outside of kernels-src/cpu/"),
     (
         BIND,
         BINDING,

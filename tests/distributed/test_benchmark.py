@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from ..conftest import ROOT
-from ._arenas import Direct, SharedMemory
+from ._arenas import SharedMemory
 from ._ranks import on_ranks
 from .test_sharing import module_of
 
@@ -96,25 +96,6 @@ def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
             setattr(module, target, original)
     assert not row.ok
     assert "WRONG RESULTS, not timed" in line
-
-
-def test_memory_that_graphs_keep_is_counted_once() -> None:
-    segments = [
-        {"segment_pool_id": (0, 0), "total_size": 64, "allocated_size": 8},
-        {"segment_pool_id": (0, 2), "total_size": 32, "allocated_size": 4},
-        {"segment_pool_id": [0, 3], "total_size": 16, "allocated_size": 0},
-    ]
-    assert harness("harness.optimizer_step.several_gpus").kept_by_graphs(segments) == 28 + 16
-
-
-@on_ranks(2)
-def test_memory_that_ranks_share_counts(opt) -> None:
-    step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.built_package").Built(opt, "0" * 40, True)
-    with step.joined("cpu") as here, Direct(opt):
-        case = step.RankCase(step.Problem("tiny", "fsdp2"), built, here)
-        shared = {row["arena_bytes"] for row in (case.ours.step(), case.ours.comm_report())[1]}
-        assert shared == {round(1e6 * case.extra_mb())} and min(shared) > 0
 
 
 @on_ranks(2)
