@@ -15,7 +15,10 @@ from .errors import BuildError
 from .shim_symbols import declared_symbols, symbols_of_release
 from .toolchain import Torch
 
-CHECKS = ("manylinux_2_28", "abi3 3.9", "torch stable ABI", "RPATH", "NEEDED", "undefined symbols")
+CHECKS = (
+    *("manylinux_2_28", "abi3 3.9", "torch stable ABI", "RPATH", "NEEDED", "undefined symbols"),
+    "paths of headers",
+)
 MANYLINUX, PYTHON_ABI = "manylinux_2_28", "3.9"
 OLDEST_TORCH = "2.11"
 
@@ -25,6 +28,9 @@ ALLOWED_NEEDED = re.compile(
     r"|libc\.so\.6|libm\.so\.6|libpthread\.so\.0|libdl\.so\.2|librt\.so\.1|ld-linux-.*\.so\.[12]"
 )
 SHIM_PREFIXES = ("aoti_", "torch_")
+# `__FILE__` in a header of torch as the compiler found it; the official builder has its own below
+# /nix/store, equal for everyone.
+HEADER = re.compile(rb"\0(/(?!nix/store/)[!-~]*/torch/csrc/[!-~]*)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def audit_library(path: Path, torch: Torch | None) -> list[str]:
 
     Returns:
         What keeps it from being published and lets it run on this machine: symbols of a newer glibc
-        or libstdc++ than every user has.
+        or libstdc++ than every user has, and folders of whoever built it.
 
     Raises:
         BuildError: Listing every finding that keeps it from running, or naming a checker that is
@@ -73,7 +79,13 @@ def audit_library(path: Path, torch: Torch | None) -> list[str]:
     ]
     if findings:
         raise BuildError(f"{path.name} breaks binary rules:\n  " + "\n  ".join(findings))
-    return check_manylinux(path)
+    return [*check_manylinux(path), *check_headers(path)]
+
+
+def check_headers(path: Path) -> list[str]:
+    """Absolute paths of torch's headers, which every error message of theirs would show."""
+    found = {match.decode() for match in HEADER.findall(path.read_bytes())}
+    return [f"embeds the path {min(found)}, one of {len(found)}"] if found else []
 
 
 def check_manylinux(path: Path) -> list[str]:

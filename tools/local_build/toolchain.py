@@ -123,7 +123,8 @@ def find_torch() -> Torch:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError("torch is not installed for this Python: run `make setup`")
-    root = Path(spec.origin).parent
+    # Without symbolic links: compilers write the folder that a link leads to into `__FILE__`.
+    root = Path(spec.origin).resolve().parent
     return Torch(version=importlib.metadata.version("torch"), root=root, cuda=cuda_version_of(root))
 
 
