@@ -1,10 +1,10 @@
-"""What a call is, its tensors, and calls of the optimizers' functions, with what each must give."""
+"""What a call is, its tensors, and a maker of calls of every public function."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..orthogonalize._matrices import exact
-from ._problem import DifferenceError, Run, Source, assert_unchanged, bits
+from .._compare import assert_all_same_bits, assert_error_at_most
+from ..moe._eager import Problem, predecessors
+from ._problem import DifferenceError, Run, Source, assert_unchanged
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Call:
         name: of the function.
         function: the function.
         arguments: by keyword.
-        check: gets the result and raises DifferenceError if it is wrong; None for none.
+        check: gets the result and raises an AssertionError if it is wrong; None for none.
         written: names of the arguments that the function may write.
         also: documented errors besides ValueError and TypeError.
         words: what a message may name in place of an argument.
@@ -43,11 +44,61 @@ class Call:
     spoiled: list[str] = field(default_factory=list)
 
 
-Check = Callable[[Any], None]
-Made = dict[str, Any] | tuple[Any, ...] | Call
+Made = dict[str, Any] | tuple[Any, ...]
 CALLS: dict[str, Callable[[Package, random.Random], Call]] = {}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STEPPED = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
+BACKENDS = ("auto", "auto", "auto", "reference")
+CPU = torch.device("cpu")
+
+
+class Package:
+    """The loaded package, its inner modules and a folder to write to."""
+
+    def __init__(self, opt: Any, folder: Any) -> None:
+        self.opt, self.folder = opt, folder
+
+    def __call__(self, name: str) -> Any:
+        return importlib.import_module(f"{self.opt.__name__}.{name}")
+
+    def function(self, path: str) -> Any:
+        """Such as "moe.glu"; what only the inner modules hand out begins with "kernels."."""
+        if path.startswith("kernels."):
+            return getattr(self("kernels"), path.removeprefix("kernels."))
+        return functools.reduce(getattr, path.split("."), self.opt)
+
+    def new_path(self) -> Any:
+        return self.folder / f"{len([*self.folder.iterdir()])}"
+
+
+def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """Enter a maker of arguments, perhaps with a check of the result and another function."""
+
+    def entered(made: Callable[..., Made]) -> Callable[..., Made]:
+        def make(package: Package, generator: random.Random) -> Call:
+            found = made(package, generator)
+            arguments, check, *other = found if isinstance(found, tuple) else (found, None)
+            function = other[0] if other else package.function(name.split(",")[0])
+            return Call(name, function, arguments, check, **options)
+
+        CALLS[name] = make
+        return made
+
+    return entered
+
+
+def simple(name: str, check: Any = None, /, **values: Any) -> None:
+    """A function of such arguments; of a list one is drawn, a function makes one."""
+
+    @call(name)
+    def made(package: Package, generator: random.Random) -> Made:
+        def given(value: Any) -> Any:
+            if isinstance(value, list):
+                return generator.choice(value)
+            return value(package, generator) if callable(value) else value
+
+        return {key: given(value) for key, value in values.items()}, check
 
 
 def draw(
@@ -84,156 +135,64 @@ def restrided(generator: random.Random, x: Tensor) -> Tensor:
     return x
 
 
-class Package:
-    """The loaded package, its inner modules and a folder to write to."""
-
-    def __init__(self, opt: Any, folder: Any) -> None:
-        self.opt, self.folder = opt, folder
-
-    def __call__(self, name: str) -> Any:
-        return importlib.import_module(f"{self.opt.__name__}.{name}")
-
-    def function(self, path: str) -> Any:
-        """Such as "moe.glu"; what only the inner modules hand out begins with "kernels."."""
-        if path.startswith("kernels."):
-            return getattr(self("kernels"), path.removeprefix("kernels."))
-        return functools.reduce(getattr, path.split("."), self.opt)
-
-    def new_path(self) -> Any:
-        return self.folder / f"{len([*self.folder.iterdir()])}"
-
-
-def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Enter a maker of arguments of a public function, with a check of the result, or of a call."""
-
-    def entered(made: Callable[..., Made]) -> Callable[..., Made]:
-        def make(package: Package, generator: random.Random) -> Call:
-            found = made(package, generator)
-            if isinstance(found, Call):
-                return found
-            arguments, check, *other = found if isinstance(found, tuple) else (found, None)
-            function = other[0] if other else package.function(name.split(",")[0])
-            return Call(name, function, arguments, check, **options)
-
-        CALLS[name] = make
-        return made
-
-    return entered
-
-
 def drawn(generator: random.Random, **choices: list[Any]) -> dict[str, Any]:
     return {name: generator.choice(values) for name, values in choices.items()}
 
 
-def close(found: Tensor, expected: Tensor, slack: float, *terms: Tensor) -> None:
-    """The norm of the difference is at most slack of that of what is expected, or of its terms."""
-    if found.shape != expected.shape:
-        raise DifferenceError(f"shape {tuple(found.shape)}, not {tuple(expected.shape)}")
-    found, expected = found.detach().double(), expected.detach().double()
-    if not expected.numel():
-        return
-    if not torch.equal(found.isfinite(), expected.isfinite()):
-        raise DifferenceError("other elements are finite than expected")
-    found, expected = found[found.isfinite()], expected[expected.isfinite()]
-    away = (found - expected).norm().item()
-    sizes = [term.detach().double().norm().item() for term in (expected, *terms)]
-    if away > slack * max(size for size in sizes if size < math.inf) + 1e-30:
-        raise DifferenceError(f"off by {away:.3g} of {expected.norm().item():.3g}")
-
-
-def near(expected: Callable[[], Tensor], slack: float) -> Check:
-    """A check: the result is close to what the reference gives."""
-    return lambda found: close(found, expected(), slack)
-
-
-def holds(right: Callable[[Any], bool]) -> Check:
-    """A check: that is true of the result."""
-
-    def check(result: Any) -> None:
-        if not right(result):
-            raise DifferenceError(f"gave {result!r:.300}")
-
-    return check
-
-
 def finite(result: Any) -> None:
-    """A check, of functions without a reference."""
     for tensor in result if isinstance(result, tuple) else (result,):
         floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
         if floating and not tensor.isfinite().all():
             raise DifferenceError("finite arguments gave something infinite")
 
 
-def same_bits(reference: Callable[..., Any], arguments: dict[str, Any]) -> Check:
+def near(expected: Callable[[], Tensor], slack: float) -> Callable[[Tensor], None]:
+    """A check: the result is close to what the reference gives."""
+    return lambda found: assert_error_at_most(found, expected(), slack)
+
+
+def same_bits(reference: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[Any], None]:
     """A check: the bits are those of a reference of the same arguments, as they are now."""
-    given = dict(arguments)
-
-    def check(result: Any) -> None:
-        both = result, reference(**given)
-        pairs = zip(*both, strict=True) if isinstance(result, tuple) else [both]
-        if any(bits(found) != bits(right) for found, right in pairs):
-            raise DifferenceError("other bits than the reference")
-
-    return check
+    given, listed = dict(arguments), lambda x: x if isinstance(x, tuple) else (x,)
+    return lambda result: assert_all_same_bits(listed(result), listed(reference(**given)))
 
 
 def rounding(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps
 
 
-def iteration(generator: random.Random, **choices: list[Any]) -> tuple[dict[str, Any], float]:
-    """Arguments of a function of matrices, and how far its result may be from float64."""
+def iteration(generator: random.Random, **choices: list[Any]) -> dict[str, Any]:
+    """Arguments of a function of matrices."""
     lead = generator.choice([(), (), (1,), (3,), (2, 2), (0,)])
     m, n = (generator.choice([1, 2, 3, 5, 8, 17, 33]) for _ in range(2))
-    if generator.random() < 0.05:
-        m = 0
-    x = draw(generator, (*lead, m, n), generator.choice(FLOATS))
+    x = draw(generator, (*lead, m if generator.random() > 0.05 else 0, n), generator.choice(FLOATS))
     given = {"x": x} | drawn(generator, dtype=[None, None, *FLOATS], **choices)
     if generator.random() < 0.3:
         given["out"] = restrided(generator, torch.zeros(x.shape, dtype=given["dtype"] or x.dtype))
-    used = given["dtype"] or (torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return given, {torch.float16: 0.2, torch.bfloat16: 1.5}.get(used, 2e-2)
-
-
-def iterated(package: Package, x: Tensor, *schedule: Any) -> Tensor:
-    """x after a schedule of Newton-Schulz steps in float64."""
-    turned = x.shape[-2] > x.shape[-1]
-    wide = (x.mT if turned else x).double()
-    found = package("reference.orthogonalize").newton_schulz(wide, *schedule)
-    return found.mT if turned else found
+    return given
 
 
 @call("orthogonalize", written=("out",))
 def orthogonalize(package: Package, generator: random.Random) -> Made:
     methods = ["auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial"]
-    given, slack = iteration(generator, steps=[1, 2, 5, 5, 8], method=methods)
+    given = iteration(generator, steps=[1, 2, 5, 5, 8], method=methods)
     if given["method"] == "gram_polynomial":
         given["steps"] = 5
         if given["dtype"] == torch.bfloat16:
             given |= {"dtype": torch.float32, "out": None}
-    x, kept = given["x"], dict(given)
-
-    def check(result: Tensor) -> None:
-        if x.numel():
-            method, steps, dtype = (kept[name] for name in ("method", "steps", "dtype"))
-            right = exact(package.opt, package, x, method, steps, iterate_dtype=dtype)
-            close(result, right, slack)
-
-    return given, check
+    return given, finite
 
 
 @call("newton_schulz", written=("out",), words=("a coefficient",))
 def newton_schulz(package: Package, generator: random.Random) -> Made:
-    given, slack = iteration(generator, steps=[1, 3, 5])
+    given = iteration(generator, steps=[1, 3, 5])
     row = [generator.uniform(*ends) for ends in ((1, 1.5), (-0.5, 0), (0, 0.01))]
-    given["coefficients"] = rows = [row] * given["steps"]
-    x = given["x"]
-    return given, near(lambda: iterated(package, x, rows), slack)
+    return given | {"coefficients": [row] * given["steps"]}, finite
 
 
 @call("gram_newton_schulz", written=("out",))
 def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
-    given, _ = iteration(generator, steps=[1, 3, 5])
+    given = iteration(generator, steps=[1, 3, 5])
     if given["dtype"] in (torch.float16, torch.bfloat16):
         given |= {"dtype": None, "out": None}
     if generator.random() < 0.3:
@@ -247,31 +206,12 @@ def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
 
 # Of polar_express_coefficients; the room that rounding needs is 0.02 or more.
 SCHEDULE = {"lower": [1e-3, 1e-2, 0.1, 1e-4], "safety": [0.02, 0.05], "cushion": [0.02, 0.1]}
+simple("polar_express_coefficients", steps=[1, 2, 5, 9], **SCHEDULE)
 
 
 @call("polar_express", written=("out",))
 def polar_express(package: Package, generator: random.Random) -> Made:
-    given, slack = iteration(generator, steps=[1, 4, 7], **SCHEDULE)
-    x, options = given["x"], {name: given[name] for name in ("steps", *SCHEDULE)}
-
-    def expected() -> Tensor:
-        rows = package.opt.polar_express_coefficients(**options)
-        return iterated(package, x, rows, 1 + options["safety"])
-
-    return given, near(expected, 2 * slack)
-
-
-@call("polar_express_coefficients")
-def polar_express_coefficients(package: Package, generator: random.Random) -> Made:
-    given = drawn(generator, steps=[1, 2, 5, 9], **SCHEDULE)
-    steps, lower = given["steps"], given["lower"]
-
-    def right(rows: Any) -> bool:
-        sigma = torch.linspace(lower, 1, 1000, dtype=torch.float64)
-        values = package("reference.orthogonalize").schedule_on_values(sigma, rows)
-        return len(rows) == steps and bool((values.isfinite() & (values > 0)).all())
-
-    return given, holds(right)
+    return iteration(generator, steps=[1, 4, 7], **SCHEDULE), finite
 
 
 @call("kernels.symmetric_matmul", written=("out",))
@@ -313,121 +253,86 @@ def nf4_dequant(package: Package, generator: random.Random) -> Made:
         nested = package("reference.nf4").nest_absmax(absmax)
         names = ("absmax", "absmax_code", "absmax_scale", "absmax_offset")
         given |= dict(zip(names, nested, strict=True))
-    return given, same_bits(package("reference.nf4").nf4_dequant, given)
+    return given
 
 
-def _dequant(name: str, **more: Any) -> None:
+def dequant(name: str, **more: Any) -> None:
     @call(f"{name}_dequant", also=(IndexError,))  # of an id that names no expert
-    def dequant(package: Package, generator: random.Random) -> Made:
+    def made(package: Package, generator: random.Random) -> Made:
         experts, shape = generator.randint(1, 4), generator.choice([(8, 32), (3, 64), (33, 96)])
         weight = draw(generator, (experts, *shape), generator.choice(STEPPED))
         packed, scales = getattr(package.opt, f"{name}_quantize")(weight)
         given = {"packed": packed, "scales": scales, "expert_shape": shape, **more}
         given |= {"active_experts": some_ids(generator, experts)}
         given["dtype"] = generator.choice(STEPPED)
-        reference = getattr(package(f"reference.{name}"), f"{name}_dequant")
-        return given, same_bits(reference, given)
+        return given, same_bits(getattr(package(f"reference.{name}"), f"{name}_dequant"), given)
 
 
-_dequant("mxfp4")
-_dequant("fp8", block=(128, 128))
+def tensor(*shapes: tuple[int, ...]) -> Callable[[Package, random.Random], Tensor]:
+    return lambda _, generator: draw(generator, generator.choice(shapes))
 
 
-@call("mxfp4_quantize")
-def mxfp4_quantize(package: Package, generator: random.Random) -> Made:
-    return {"weight": draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))}
-
-
-@call("fp8_quantize")
-def fp8_quantize(package: Package, generator: random.Random) -> Made:
-    weight = draw(generator, generator.choice([(2, 32), (3, 5, 70), (2, 130, 150)]))
-    return {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
+dequant("mxfp4")
+dequant("fp8", block=(128, 128))
+simple("mxfp4_quantize", weight=tensor((2, 32), (3, 5, 64), (96,)))
+ODD = tensor((2, 32), (3, 5, 70), (2, 130, 150))
+simple("fp8_quantize", weight=ODD, block=[(128, 128), (1, 0), (0, 0)])
 
 
 @call("explain")
 def explain(package: Package, generator: random.Random) -> Made:
-    given = drawn(
-        generator, op=[*package("explain").EXPLAINERS], device=["cpu", torch.device("cpu")]
-    )
+    operations = [*package("explain").EXPLAINERS]
+    given = drawn(generator, op=operations, device=["cpu", CPU])
     if given["op"] == "orthogonalize":
         given |= {"shape": (8, 5), "dtype": generator.choice(FLOATS), "steps": 5}
     elif given["op"] in ("expert_sort", "grouped_lora_linear", "combine", "glu"):
         given |= {"dtype": generator.choice(FLOATS), "backend": "auto"}
-    return given, holds(lambda text: isinstance(text, str) and bool(text))
+    return given
 
 
-class Small(nn.Module):
+def some_model(package: Package, _: random.Random) -> nn.Module:
     """Parameters of every kind that groups tell apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(7, 4)
-        self.layer = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.lm_head = nn.Linear(4, 7, bias=False)
+    parts = {"embed_tokens": nn.Embedding(7, 4), "layer": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    return nn.ModuleDict({**parts, "lm_head": nn.Linear(4, 7, bias=False)})
 
 
-@call("get_default_muon_param_groups")
-def get_default_muon_param_groups(package: Package, generator: random.Random) -> Made:
-    model = Small()
-
-    def right(groups: Any) -> bool:
-        """No parameter is lost or repeated."""
-        held = [id(p) for group in groups for p in group["params"]]
-        return sorted(held) == sorted(map(id, model.parameters()))
-
-    return {"model": model, "is_muon_func": package.opt.default_is_muon}, holds(right)
+def of_the_package(path: str) -> Callable[[Package, random.Random], Any]:
+    return lambda package, _: package.function(path)
 
 
-@call("default_is_muon")
-def default_is_muon(package: Package, generator: random.Random) -> Made:
-    names = ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
-    param = draw(generator, generator.choice([(3, 4), (3,), (), (2, 3, 4), (0, 2)]))
-    given = {"name": generator.choice(names), "param": param}
-    return given, holds(lambda result: isinstance(result, bool))
+RULE_OF_NAMES = of_the_package("default_is_muon")
+simple("get_default_muon_param_groups", model=some_model, is_muon_func=RULE_OF_NAMES)
+SOME_NAMES = ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
+simple("default_is_muon", name=SOME_NAMES, param=tensor((3, 4), (3,), (), (2, 3, 4), (0, 2)))
+simple(
+    "DistributedConfig",
+    wire_dtype=[None, torch.float16, torch.float32],
+    prefetch=[1, 2, 3, 4],
+    chunk_size=[-1, 1, 8],
+    in_flight_bytes=[1, 2**20],
+    cuda_graphs=[True, False],
+    timeout=[1, 0.5],
+)
 
 
-def _constructor(front: str) -> None:
+def constructor(front: str) -> None:
     @call(front, words=("group", "parameter"))
-    def constructor(package: Package, generator: random.Random) -> Made:
+    def made(package: Package, generator: random.Random) -> Made:
         source = Source(generator)
         groups = [
             given.make(front, [nn.Parameter(one.value()) for one in given.params])
             for given in (source.group(muon=True), source.group(muon=False))
         ]
-
-        def check(optimizer: Any) -> None:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-            finite(tuple(params))
-
         given: dict[str, Any] = {"distributed": None, "debug": False, "clip_config": None}
         if front == "MuonAdamW":
-            return {"param_groups": groups, **given}, check
+            return {"param_groups": groups, **given}
         given |= {"lr": 0.01, "momentum": 0.9, "ns_steps": 5, "adamw_eps": 1e-8, "params": groups}
         given |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
-        return given | {"warmup_step": 1, "chunk_size": -1}, check
+        return given | {"warmup_step": 1, "chunk_size": -1}
 
 
-_constructor("Muon")
-_constructor("MuonAdamW")
-
-
-@call("DistributedConfig")
-def distributed_config(package: Package, generator: random.Random) -> Made:
-    given = drawn(
-        generator,
-        wire_dtype=[None, torch.float16, torch.float32],
-        prefetch=[1, 2, 3, 4],
-        chunk_size=[-1, 1, 8],
-        in_flight_bytes=[1, 2**20],
-        cuda_graphs=[True, False],
-        timeout=[1, 0.5],
-    )
-    kept = dict(given)
-    return given, holds(lambda made: all(getattr(made, k) == v for k, v in kept.items()))
+constructor("Muon")
+constructor("MuonAdamW")
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
@@ -442,10 +347,10 @@ def stepped(package: Package, generator: random.Random) -> Run:
     return run
 
 
-@call("step")
-def step(package: Package, generator: random.Random) -> Call:
+@call("step", words=("gradient", "layers."))
+def step(package: Package, generator: random.Random) -> Made:
     run = stepped(package, generator)
-    name, param = generator.choice([*run.params.items()])
+    param = generator.choice([*run.params.values()])
     for one in run.params.values():
         one.grad = torch.ones_like(one)
 
@@ -456,8 +361,7 @@ def step(package: Package, generator: random.Random) -> Call:
             raise ValueError(f"grad: {error}") from error
         run.optimizer.step(qk_logits=qk_logits)
 
-    given = {"grad": torch.ones_like(param), "qk_logits": None}
-    return Call("step", call_step, given, words=("gradient", name))
+    return {"grad": torch.ones_like(param), "qk_logits": None}, None, call_step
 
 
 LOADED = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
@@ -494,24 +398,29 @@ def save_optimizer(package: Package, generator: random.Random) -> Made:
     return {"optimizer": optimizer, "folder": package.new_path()}, None, saved
 
 
-@call("load_optimizer")
-def load_optimizer(package: Package, generator: random.Random) -> Call:
+FILES = {"written": ("content",), "also": (OSError,), "exact": ("content",)}
+CHECKPOINT = ("safetensors", "checkpoint", "path", "folder")
+
+
+def damaged(generator: random.Random, data: bytes) -> bytes:
+    at = generator.randrange(len(data))
+    wholes = [data[at:], data + b"x", b"", data[:8] + data[9:], data[:at] + b"\x00" + data[at:]]
+    return generator.choice([data[:at], *wholes])
+
+
+@call("load_optimizer", words=CHECKPOINT, **FILES)
+def load_optimizer(package: Package, generator: random.Random) -> Made:
     optimizer, folder = stepped(package, generator).optimizer, package.new_path()
     package.opt.save_optimizer(optimizer, folder)
     path = folder / "optimizer.safetensors"
-    data = path.read_bytes()
 
     def load(optimizer: Any, content: Any, folder: Any) -> None:
-        if isinstance(content, bytes):
-            path.write_bytes(content)
+        path.write_bytes(content)
         package.opt.load_optimizer(optimizer, folder)
 
-    if generator.random() < 0.6:
-        at = generator.randrange(len(data))
-        data = generator.choice([data[:at], data[at:], data + b"x", b"", data[:8] + data[9:]])
-    given = {"optimizer": optimizer, "content": data, "folder": folder}
-    words, kept = (str(folder), "safetensors", "checkpoint", "path"), ("content",)
-    return Call("load_optimizer", load, given, None, kept, (OSError,), words, kept)
+    data = path.read_bytes()
+    data = damaged(generator, data) if generator.random() < 0.6 else data
+    return {"optimizer": optimizer, "content": data, "folder": folder}, None, load
 
 
 @call("convert_state_dict", words=("state", "group", "param"))
@@ -523,13 +432,8 @@ def convert_state_dict(package: Package, generator: random.Random) -> Made:
         optimizer.step()
     kinds = {"muon": matrix, "adamw": vector}
     ours = package.opt.MuonAdamW([{"kind": k, "params": [p], "lr": 0.1} for k, p in kinds.items()])
-
-    def check(converted: Any) -> None:
-        ours.load_state_dict(converted)
-        close(ours.state[vector]["exp_avg"], theirs[1].state[vector]["exp_avg"], 1e-6)
-
     saved = [optimizer.state_dict() for optimizer in theirs]
-    return {"optimizer": ours, "saved": saved, "source": "torch"}, check
+    return {"optimizer": ours, "saved": saved, "source": "torch"}, ours.load_state_dict
 
 
 @call("profile_steps", also=(ImportError,))
@@ -537,3 +441,359 @@ def profile_steps(package: Package, generator: random.Random) -> Made:
     """The callback is only made: profiling takes seconds."""
     given = {"start": 1, "count": 2, "out": package.new_path()}
     return given, None, package.opt.ProfileCallback
+
+
+def product(generator: random.Random, **fixed: Any) -> tuple[Problem, dict, Tensor]:
+    """A problem of the grouped product, its operands and its ids."""
+    options = drawn(
+        generator,
+        tokens=[0, 1, 5, 17],
+        top_k=[1, 2, 3],
+        experts=[3, 4],
+        k=[4, 7, 16],
+        n=[3, 8],
+        rank=[None, 1, 4],
+        scaling=[2.0, 0.5],
+        dtype=FLOATS,
+        routing=["random", "one", "gap", "sentinels", "all-sentinels"],
+    )
+    for flag in ("bias", "gates", "grouped_in", "grouped_out", "peft"):
+        options[flag] = generator.random() < 0.4
+    options["grouped_out"] &= not options["gates"]
+    problem = Problem(**options | fixed)
+    ids = problem.ids(CPU, generator.randrange(100))
+    leaves = problem.inputs(CPU, generator.randrange(100))
+    return problem, {name: None if x is None else x.detach() for name, x in leaves.items()}, ids
+
+
+@call("moe.grouped_lora_linear")
+def grouped_lora_linear(package: Package, generator: random.Random) -> Made:
+    problem, leaves, ids = product(generator)
+    order = package.opt.moe.expert_sort(ids, problem.experts)
+    names = ("scaling", "grouped_in", "grouped_out")
+    given = {**problem.views(leaves), "order": order, "backend": generator.choice(BACKENDS)}
+    return given | {name: getattr(problem, name) for name in names}, finite
+
+
+@call("moe.parallel_linear_lora", words=("lora_a", "lora_b", "weight", "order", "x must"))
+def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
+    fixed = {"routing": "random", "peft": False, "bias": False, "gates": False, "tokens": 6}
+    problem, leaves, ids = product(generator, **fixed)
+    order = package.opt.moe.expert_sort(ids, problem.experts)
+    return predecessors(problem, leaves, ids, order.slots), finite
+
+
+@call("moe.expert_sort")
+def expert_sort(package: Package, generator: random.Random) -> Made:
+    choices = {"num_experts": [1, 3, 8, 300], "tile_rows": [None, 16, 32, 64]}
+    given = drawn(generator, **choices, backend=BACKENDS)
+    shape = (generator.choice([0, 1, 5, 40]), generator.choice([1, 2]))
+    dtype = generator.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+    ids = integers(generator, 0, min(given["num_experts"] + 2, 100), shape).to(dtype)
+    if dtype.is_signed and ids.numel() and generator.random() < 0.3:
+        ids[0, 0] = -1
+    return {"expert_ids": restrided(generator, ids), **given}
+
+
+@call("moe.glu")
+def glu(package: Package, generator: random.Random) -> Made:
+    x = draw(generator, (generator.choice([0, 1, 7]), 2 * generator.choice([1, 4, 9])))
+    x = x.to(generator.choice(FLOATS))
+    options = drawn(generator, activation=ACTIVATIONS, interleaved=[True, False])
+    slow = package("reference.glu").glu
+    right = near(lambda: slow(x.double(), *options.values()), 4 * rounding(x.dtype))
+    return {"gate_up": x, "backend": "auto", **options}, right
+
+
+@call("moe.softmax_top_k")
+def softmax_top_k(package: Package, generator: random.Random) -> Made:
+    lead, experts = generator.choice([(), (3,), (2, 3), (0,)]), generator.choice([1, 4, 9])
+    given = {"router_logits": draw(generator, (*lead, experts), generator.choice(FLOATS))}
+    given["top_k"] = generator.randint(1, experts)
+    return given | {"norm_topk_prob": generator.random() < 0.5}, finite
+
+
+@call("moe.group_top_k")
+def group_top_k(package: Package, generator: random.Random) -> Made:
+    groups = generator.choice([1, 2, 4])
+    kept = generator.randint(1, groups)
+    given: dict[str, Any] = drawn(
+        generator,
+        score=["sigmoid", "softmax"],
+        norm_topk_prob=[True, False],
+        routed_scaling_factor=[1.0, 2.5],
+        top_k=[*range(1, 4 * kept + 1)],
+    )
+    given |= {"n_group": groups, "topk_group": kept}
+    given["router_logits"] = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
+    given["correction_bias"] = draw(generator, (4 * groups,)) if generator.random() < 0.5 else None
+    return given
+
+
+def all_or_nothing(module: nn.Module, action: Callable[..., Any]) -> Callable[..., nn.Module]:
+    """A call of `action` that returns the module; a refusal must leave no tensors behind."""
+    before = sorted(module.state_dict())
+
+    def act(**arguments: Any) -> nn.Module:
+        try:
+            action(**arguments)
+        except (ValueError, TypeError, OSError):
+            if sorted(module.state_dict()) != before:
+                raise DifferenceError("a refusal left tensors behind") from None
+            raise
+        return module
+
+    return act
+
+
+def runs(*inputs: Tensor) -> Callable[[nn.Module], None]:
+    """A check of a module: what it makes of the inputs is finite."""
+    return lambda module: finite(module(*inputs))
+
+
+def layout(package: Package, _: random.Random) -> Any:
+    return package.opt.moe.ExpertsLayout()
+
+
+def rule(package: Package, generator: random.Random) -> Any:
+    return package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
+
+
+def quantized(package: Package, generator: random.Random) -> Any:
+    shape = generator.choice([(3, 8, 64), (2, 5, 32), (3, 7, 20)])
+    weight = draw(generator, shape, generator.choice(STEPPED), strided=False)
+    options = {"blocksize": generator.choice([32, 64]), "nested": generator.random() < 0.3}
+    return package.opt.moe.QuantizedExperts.from_weight(weight, **options)
+
+
+def runs_in_its_dtype(made: nn.Module) -> None:
+    finite(made(TWO_TOKENS[0].to(made.down_proj.dtype), *TWO_TOKENS[1:]))
+
+
+TWO_TOKENS = (torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1))
+RULE = {"score": "softmax", "top_k": 2, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+LAYER = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
+STACK = {"shape": (3, 4, 64), "blocksize": 64, "quant_type": "nf4", "nested": False}
+GATED = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
+ROUTER = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
+ROUTED = {"router_logits": tensor((5, 6)), "correction_bias": [None, torch.arange(6.0)]}
+PACKED = {"weight": quantized, "rows": 8, "dtype": torch.bfloat16, "backend": "auto"}
+simple("moe.RouterRule", **RULE, routed_scaling_factor=1.0)
+simple("moe.ExpertsLayout", activation="silu", transposed=True, interleaved=False, gated=True)
+simple("moe.LoraProjection", num_experts=3, in_features=4, out_features=5)
+simple("moe.choose_strategy", rows=17, num_experts=8, wanted="auto", fusable=True, fast=True)
+simple("moe.QuantizedExperts", **STACK, strategy="auto", device=CPU)
+simple("moe.select_experts", finite, **ROUTED, rule=rule)
+simple("moe.Experts", runs_in_its_dtype, **LAYER, bias=[True, False], dtype=[*FLOATS], device=CPU)
+simple("moe.ExpertAdapters", **LAYER)
+simple("moe.Router", runs(torch.ones(3, 4)), **ROUTER)
+simple("moe.SharedExperts", runs(torch.ones(3, 4)), **GATED)
+EXPERTS = lambda package, _: package.opt.moe.Experts(3, 4, 5)  # noqa: E731
+simple("moe.expert_weight", module=EXPERTS, name="gate_up_proj", shape=(3, 10, 4))
+simple("moe.factor_views", finite, lora_A=tensor((6, 5)), lora_B=tensor((4, 6)), num_experts=3)
+simple("moe.explain_quantized", **PACKED)
+
+FORWARD_WORDS = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
+
+
+@call("moe.experts_forward", words=FORWARD_WORDS)
+def experts_forward(package: Package, generator: random.Random) -> Made:
+    hidden, tokens = generator.choice([4, 7]), generator.choice([0, 6])
+    dtype = generator.choice(FLOATS)
+    form = [generator.choice(ACTIVATIONS), generator.random() < 0.5, generator.random() < 0.5]
+    layout = package.opt.moe.ExpertsLayout(*form)
+    sizes = {"gate_up": (hidden, 10), "down": (5, hidden)}
+    given: dict[str, Any] = {
+        name: draw(generator, layout.stored(3, *size), dtype, scale=0.3)
+        for name, size in sizes.items()
+    }
+    given["hidden_states"] = draw(generator, (tokens, hidden), dtype)
+    given["top_k_index"] = integers(generator, -1, 3, (tokens, 2))
+    given["top_k_weights"] = draw(generator, (tokens, 2)).abs()
+    given |= {"layout": layout, "lora": None, "backend": generator.choice(BACKENDS)}
+    return given | {"gate_up_bias": None, "down_bias": None}, finite
+
+
+@call("moe.Experts.add_adapter")
+def add_adapter(package: Package, generator: random.Random) -> Made:
+    module = package.opt.moe.Experts(3, 4, 5)
+    given = {"name": "one", "r": 2, "alpha": 4.0, "targets": ("gate_up", "down"), "dropout": 0.0}
+    given |= {"train_base": False, "rslora": False, "dtype": torch.float32}
+    return given, runs(*TWO_TOKENS), all_or_nothing(module, module.add_adapter)
+
+
+@call("moe.selective_lora_weights")
+def selective_lora_weights(package: Package, generator: random.Random) -> Made:
+    given = {"lora_A": draw(generator, (6, 5)), "lora_B": draw(generator, (4, 6))}
+    ids = generator.sample(range(3), generator.randint(0, 3))
+    return given | {
+        "active_experts": torch.tensor(ids, dtype=torch.int64),
+        "num_experts": 3,
+    }, finite
+
+
+@call("moe.active_experts")
+def active_experts(package: Package, generator: random.Random) -> Made:
+    ids = integers(generator, 0, 5, (generator.choice([0, 4]), 2))
+    return {"order": package.opt.moe.expert_sort(ids, 5)}
+
+
+@call("moe.selective_expert_weights")
+def selective_expert_weights(package: Package, generator: random.Random) -> Made:
+    moe = package.opt.moe
+    active = moe.active_experts(moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4))
+    weight = draw(generator, (4, 8, 16), strided=False)
+    packed = moe.QuantizedExperts.from_weight(weight, blocksize=32).quantized_weight()
+    stack = generator.choice([weight, packed])
+    return {"weight": stack, "active": active, "dtype": torch.float32}, finite
+
+
+@call("moe.QuantizedExperts.from_weight", words=("shape", "experts", "expert"))
+def from_weight(package: Package, generator: random.Random) -> Made:
+    weight = draw(generator, (3, 4, 64), generator.choice(STEPPED))
+    given = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
+    return given, lambda made: near(weight.double, 0.2)(made.decode(dtype=torch.float32))
+
+
+@call("moe.QuantizedWeight", words=("shape", "stack"))
+def quantized_weight(package: Package, generator: random.Random) -> Made:
+    record = quantized(package, generator).quantized_weight()
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+@call("moe.grouped_lora_linear, 4 bits")
+def quantized_linear(package: Package, generator: random.Random) -> Made:
+    module, product = quantized(package, generator), package.opt.moe.grouped_lora_linear
+    experts, _, k = module.stored
+    x = draw(generator, (5, k), generator.choice(STEPPED))
+    order = package.opt.moe.expert_sort(integers(generator, -1, experts, (5, 2)), experts)
+    record, decoded = module.transpose(1, 2), module.decode(dtype=torch.float32).double()
+    expected = product(x.double(), decoded.transpose(1, 2), order)
+    given = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
+    return given, near(lambda: expected, 40 * rounding(torch.bfloat16))
+
+
+@call("moe.MoEBlock", words=("hidden_states", "x ", "linear", "weight must have dtype"))
+def moe_block(package: Package, generator: random.Random) -> Made:
+    moe = package.opt.moe
+    shared = moe.SharedExperts(4, 5) if generator.random() < 0.5 else None
+    router = moe.Router(4, 3, moe.RouterRule("softmax", 2))
+    block = moe.MoEBlock(router, moe.Experts(3, 4, 5), shared)
+    x = draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))
+    return {"hidden_states": x}, finite, block.forward
+
+
+@call("layers.ScatterMoEExperts", words=("expert_ids", "gates", "x ", "gate_up", "weight must"))
+def scatter_moe_experts(package: Package, generator: random.Random) -> Made:
+    """Its forward in the place of that of a module with the names of transformers."""
+
+    class Layer(package.opt.layers.ScatterMoEExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, -1)
+            return nn.functional.silu(gate) * up
+
+    layer = Layer()
+    layer.gate_up_proj = nn.Parameter(draw(generator, (3, 10, 4), strided=False))
+    layer.down_proj = nn.Parameter(draw(generator, (3, 4, 5), strided=False))
+    layer.num_experts, layer.hidden_dim, layer.act_fn = 3, 4, nn.SiLU()
+    given = {"hidden_states": draw(generator, (4, 4)), "top_k_weights": draw(generator, (4, 2))}
+    given["top_k_index"] = integers(generator, 0, 3, (4, 2))
+    return given, finite, torch.no_grad()(layer.forward)
+
+
+WORDS = ("model", "expert", "adapter", "lora", "LoRA", "quantize", "quantised", "merged", "folder")
+
+
+def tiny(generator: random.Random) -> Any:
+    from ..integrations import _models
+
+    torch.manual_seed(generator.randrange(1000))
+    return _models.model_of(generator.choice(("qwen3_moe", "qwen3_moe_square")))
+
+
+def still_runs(model: Any) -> None:
+    """A check: its logits are finite."""
+    with torch.no_grad():
+        finite(model(torch.tensor([[1, 2, 3]])).logits)
+
+
+@call("integrations.attach_lora", words=WORDS)
+def attach_lora(package: Package, generator: random.Random) -> Made:
+    model = tiny(generator)
+    given = {"model": model, "r": 2, "lora_alpha": 4.0, "use_rslora": False}
+    given |= {"target_parameters": ("gate_up_proj", "down_proj"), "dtype": torch.float32}
+    given |= {"adapter_name": "default", "quantize": generator.choice([None, None, "nf4"])}
+    given["target_modules"] = generator.choice([None, None, ["q_proj", "o_proj"]])
+    return given, None, all_or_nothing(model, package.opt.integrations.attach_lora)
+
+
+@call("integrations.use_in_transformers", words=WORDS)
+def use_in_transformers(package: Package, generator: random.Random) -> Made:
+    model = tiny(generator)
+    return {"model": model}, lambda _: still_runs(model)
+
+
+@call("integrations.quantize_experts", words=WORDS)
+def quantize_experts(package: Package, generator: random.Random) -> Made:
+    model = tiny(generator)
+
+    def quantize(**arguments: Any) -> Any:
+        package.opt.integrations.quantize_experts(**arguments)
+        package.opt.integrations.use_in_transformers(model)
+        return model
+
+    return {"model": model, "quant_type": "nf4", "blocksize": 64}, still_runs, quantize
+
+
+SWITCHES = ("disable_lora", "enable_lora", "merge_lora", "unmerge_lora", "detach_lora", "set_lora")
+SAVERS = ("save_peft_adapter", "load_peft_adapter")
+
+
+@call("integrations.set_lora", also=(OSError,), words=WORDS)
+def switches(package: Package, generator: random.Random) -> Made:
+    """The functions that take a model with adapters, in any order."""
+    integrations, model, folder = package.opt.integrations, tiny(generator), package.new_path()
+    if generator.random() < 0.8:
+        integrations.attach_lora(model, 2, 4.0)
+    chosen = [generator.choice((*SWITCHES, "lora_disabled", *SAVERS)) for _ in range(4)]
+
+    def play(model: Any, adapter: Any) -> Any:
+        for name in chosen:
+            function = getattr(integrations, name)
+            if name == "lora_disabled":
+                with function(model):
+                    still_runs(model)
+            else:
+                more = [folder] if name in SAVERS else [adapter] if name == "set_lora" else []
+                function(model, *more)
+        return model
+
+    return {"model": model, "adapter": "default"}, still_runs, play
+
+
+# What stands in an adapter's configuration, and what may be put there instead.
+STANDING = ('"r": 2', '"lora_alpha": 4.0', '"LORA"', "gate_up_proj", "null")
+INSTEAD = ('"r": -1', '"lora_alpha": "x"', "[]", "nowhere", "{}", "1e999")
+
+
+@call("integrations.load_peft_adapter", words=(*WORDS, "json", "safetensors"), **FILES)
+def load_peft_adapter(package: Package, generator: random.Random) -> Made:
+    """Of a folder whose two files may be damaged."""
+    integrations, model, folder = package.opt.integrations, tiny(generator), package.new_path()
+    integrations.attach_lora(model, 2, 4.0)
+    integrations.save_peft_adapter(model, folder)
+    integrations.detach_lora(model)
+    file = generator.choice([*sorted(folder.iterdir())])
+    data = file.read_bytes()
+    if generator.random() < 0.7:
+        data = damaged(generator, data)
+        if file.suffix == ".json":
+            old, new = generator.choice(STANDING), generator.choice(INSTEAD)
+            data = file.read_text().replace(old, new).encode()
+
+    def load(model: Any, adapter: Any, content: bytes) -> None:
+        file.write_bytes(content)
+        integrations.load_peft_adapter(model, folder, adapter_name=adapter, local_files_only=True)
+
+    given = {"model": model, "adapter": "default", "content": data}
+    return given, None, all_or_nothing(model, load)

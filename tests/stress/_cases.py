@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import _calls_moe
 from ._calls import CALLS, FLOATS, Call, Package
 from ._problem import DifferenceError, bits
 
@@ -42,7 +41,6 @@ BY_TORCH = (
 )
 VALID_RATE = 0.4
 RARE = {"integrations.": 0.15}  # slow: a model is made for each
-__all__ = ["_calls_moe", "play"]
 
 
 INTEGERS = [-1, 0, 1, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 1.5, "3", None, True]

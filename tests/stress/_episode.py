@@ -1,142 +1,47 @@
-"""Episodes, and one step of one parameter in float64, with dense products and nothing shared.
+"""Episodes: steps of one optimizer to which things happen, beside a twin that is left alone.
 
-It restates from the documentation how a parameter is cut into matrices. Their rule is PlainMuon's;
-AdamW's arithmetic is the package's `reference/`, which the optimizers do not use where they have
-kernels.
-
-An episode is steps of one optimizer to which things happen, beside a twin that is left alone.
+An event gets the episode. What changes the problem it does to both runs; everything else it does to
+`episode.run` alone, which must not differ from `episode.twin` afterwards.
 """
 
+from __future__ import annotations
+
 import contextlib
+import copy
 import importlib
-import math
+import io
+import pickle
 import random
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.optim import lr_scheduler
 
-from ..optimizers._steps import PlainMuon
-from ..orthogonalize._matrices import exact
-from . import _events
 from ._problem import (
     DifferenceError,
     Pair,
     Run,
     Source,
+    adamw_options,
     assert_same,
     assert_unchanged,
     bits,
     gradient,
+    halved,
+    muon_options,
 )
 
-HALF = (torch.float16, torch.bfloat16)
-
-
-RULE = ("lr", "momentum", "nesterov", "momentum_form", "beta2", "adjust_lr_fn", "weight_decay")
-RULE += ("cautious", "shaped_decay")
-
-
-class SlowStep:
-    """The step of a package `opt`: a parameter's value in float64, and how far off it may be."""
-
-    def __init__(self, opt: Any, submodule: Any) -> None:
-        self.opt, self.submodule = opt, submodule
-        self.rounding = submodule("reference.rounding")
-
-    def value(self, param: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """A parameter with what rounding kept of it, in float64."""
-        return self.rounding.load(param, state.get("rounding_residual")).double().contiguous()
-
-    def adamw(
-        self, param: Tensor, state: dict[str, Tensor], options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        value = self.value(param, state)
-        old = value.clone()
-        self.submodule("reference.update").adamw(
-            value,
-            param.grad.double(),
-            *(state[key].double() for key in ("exp_avg", "exp_avg_sq", "step")),
-            lr=options["lr"],
-            betas=options["betas"],
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-        )
-        return value, 1e-4 * (value - old).abs() + 1e-5 * options["lr"] + 1e-6 * old.abs()
-
-    def muon(
-        self, name: str, param: Tensor, state: dict[str, Tensor], options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        value, grad = self.value(param, state), param.grad.double().contiguous()
-        old, slack = value.clone(), torch.zeros_like(value)
-        buffer, at = state["momentum_buffer"].double().contiguous(), 0
-        rule = {key: options[key] for key in RULE}
-        rule["iterate"] = lambda x: self.orthogonal(x, options, param.dtype)
-        tolerance = 0.1 if options["dtype"] in HALF else 1e-3
-        if options["beta2"] is not None:
-            moments, tolerance = state["second_momentum_buffer"].double().view(-1), 1e-2
-        for block in blocks_of(name, value, options):
-            m, n = block(value).shape
-            if not m * n:
-                continue
-            kept = {"momentum": block(buffer)}
-            if options["beta2"] is not None:
-                size = max(m, n)
-                kept["second"] = moments[at : at + size].view((m, 1) if m >= n else (1, n))
-                at += size
-            taken = PlainMuon(block(value), state=kept, **rule).step(self.opt, block(grad))
-            update, rate, decay = taken
-            loose = update.abs().max() * tolerance
-            block(slack).copy_(rate * loose + 1e-6 * block(old).abs())
-            if options["cautious"]:  # the sign of an update near zero decides the decay
-                block(slack).add_(decay * block(old).abs() * (update.abs() <= loose))
-        return value, slack
-
-    def orthogonal(self, matrix: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        return exact(
-            self.opt,
-            self.submodule,
-            matrix,
-            options["method"],
-            options["ns_steps"],
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-            iterate_dtype=options["dtype"],
-        )
-
-
-def blocks_of(name: str, value: Tensor, options: dict[str, Any]) -> list[Any]:
-    """Functions that take the matrices out of a tensor shaped like the parameter, as views."""
-    stack = value.ndim == 3 and any(
-        key in name.split(".") for key in options.get("expert_keys") or ()
-    )
-    tops = [lambda t, e=e: t[e] for e in range(len(value))] if stack else [_flat]
-    rows = value.shape[1] if stack else value.shape[0]
-    heads, parts = ((options.get(key) or {}) for key in ("num_heads", "split_sizes"))
-    sizes = (rows,)
-    if name in heads:
-        sizes = (rows // heads[name],) * heads[name]
-    elif name in parts:
-        sizes = tuple(parts[name])
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    # With split_sizes the statistics of a part of all experts stand together.
-    pairs = [(top, k) for top in tops for k in range(len(sizes))]
-    if name in parts:
-        pairs.sort(key=lambda pair: pair[1])
-    return [lambda t, top=top, k=k: top(t).narrow(0, starts[k], sizes[k]) for top, k in pairs]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim == 2 else tensor.view(len(tensor), math.prod(tensor.shape[1:]))
-
+if TYPE_CHECKING:
+    from ._together import Together
 
 EVENT_RATE = 0.6
 MISSING_RATE = 0.08
-ADAMW = ("betas", "eps")
 
 
 class Episode(Pair):
@@ -155,7 +60,6 @@ class Episode(Pair):
             Run(opt, self.front, list(given), {}).make(values, [{} for _ in given])
             for _ in range(2)
         )
-        self.slow = SlowStep(opt, self.submodule)
         self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
 
     def close(self) -> None:
@@ -177,14 +81,6 @@ class Episode(Pair):
             raise DifferenceError(f"{what}: accepted")
         assert_unchanged(self.run, before, f"after {what} was refused")
 
-    def schedule(self, kind: str) -> None:
-        make = {
-            "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-            "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-            "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=1000),
-        }[kind]
-        self.schedulers = [make(run.optimizer) for run in (self.run, self.twin)]
-
     def fill_gradients(self) -> None:
         """The same new gradients for both; some are missing."""
         every = self.generator.random() < 0.5
@@ -200,9 +96,9 @@ class Episode(Pair):
         """New gradients, perhaps an event, and a step."""
         self.fill_gradients()
         if self.generator.random() < EVENT_RATE:
-            name = _events.draw(self.generator)
+            name = self.generator.choice([*EVENTS])
             self.happened.append(name)
-            _events.EVENTS[name](self)
+            EVENTS[name](self)
             assert_same(self.run, self.twin, f"after {name}")
         surroundings = self.generator.choice([*SURROUNDINGS])
         self.happened.append(f"step ({surroundings})")
@@ -211,7 +107,7 @@ class Episode(Pair):
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def step(self, what: str, *, checked: bool = True) -> None:
+    def step(self, what: str) -> None:
         """Both step; the twin outside of whatever surrounds the run."""
         before = self.twin.snapshot()
         random_state = torch.get_rng_state()
@@ -222,8 +118,6 @@ class Episode(Pair):
             self.twin.optimizer.step()
             assert_same(self.run, self.twin, what)
             self._assert_gradients(before, what)
-            if checked:
-                self._assert_slow_step(before, what)
 
     def _assert_gradients(self, before: Any, what: str) -> None:
         """Untouched, or freed where none_grad asks for it."""
@@ -234,70 +128,6 @@ class Episode(Pair):
                     raise DifferenceError(f"{what}: gradient of {name} is there")
             elif param.grad is None or bits(param.grad) != bits(given):
                 raise DifferenceError(f"{what}: gradient of {name} changed")
-
-    def _assert_slow_step(self, before: Any, what: str) -> None:
-        for group, given, name, param in self.twin.entries():
-            old = before.tensors[name].clone()
-            old.grad = before.grads[name]
-            state = {
-                key.removeprefix(f"{name}: "): value.clone()
-                for key, value in before.tensors.items()
-                if key.startswith(f"{name}: ")
-            }
-            options = dict(before.groups[int_of(self.twin, group)])
-            options |= {key: float(options[key]) for key in ("lr", "weight_decay")}
-            if not given.muon:
-                options |= {key: options.get(f"adamw_{key}", options.get(key)) for key in ADAMW}
-                cycled = options.get("momentum")  # by a scheduler
-                options["betas"] = (cycled or options["betas"][0], options["betas"][1])
-            now = self.twin.optimizer.state[param]
-            if not state:  # made by this very step, of zeros
-                state = {key: torch.zeros_like(value) for key, value in now.items()}
-            if old.grad is None:
-                if not torch.equal(param, old):
-                    raise DifferenceError(f"{what}: {name} moved without a gradient")
-                continue
-            if options["rounding"] != "residual":
-                state.pop("rounding_residual", None)
-            elif param.dtype in HALF:
-                state.setdefault("rounding_residual", torch.zeros_like(old, dtype=torch.int16))
-            if not given.muon:
-                expected, slack = self.slow.adamw(old, state, options)
-            elif not self._served(state, options):
-                continue
-            else:
-                expected, slack = self.slow.muon(name, old, state, options)
-            kept = {k: v for k, v in now.items() if k in state}
-            found = self.slow.value(param, kept)
-            slack = slack + step_of(param, options) + 1e-30
-            away = ((found - expected).abs() - slack).max().item() if param.numel() else 0.0
-            if away > 0:
-                shown = {k: v for k, v in options.items() if k != "params"}
-                self.happened.append(f"options of {name}: {shown}")
-                raise DifferenceError(
-                    f"{what}: {name} {tuple(param.shape)} {param.dtype} is {away:.3g} farther from "
-                    f"float64 than {slack.max().item():.3g}"
-                )
-
-    def _served(self, state: dict[str, Tensor], options: dict[str, Any]) -> bool:
-        """Not where state is made by this very step, as after beta2 was turned on."""
-        return options["beta2"] is None or "second_momentum_buffer" in state
-
-
-def int_of(run: Run, group: dict[str, Any]) -> int:
-    return next(k for k, one in enumerate(run.optimizer.param_groups) if one is group)
-
-
-def step_of(param: Tensor, options: dict[str, Any]) -> Tensor:
-    """What writing a parameter may change: half a unit in the last place, or a whole one."""
-    if param.dtype == torch.float64:
-        return param.double().abs() * 1e-12
-    units = torch.finfo(param.dtype).eps * param.double().abs() + torch.finfo(param.dtype).tiny
-    if param.dtype == torch.float32 or options["rounding"] == "residual":
-        return units if param.dtype != torch.float16 else units * 0.01 + 2.0**-38
-    if param.dtype == torch.float16:
-        units = units + 2.0**-24
-    return units * (1.05 if options["rounding"] == "stochastic" else 0.55)
 
 
 @contextlib.contextmanager
@@ -335,3 +165,310 @@ def play(opt: Any, seed: int, steps: int) -> None:
         episode.play(steps)
     finally:
         episode.close()
+
+
+EVENTS: dict[str, Callable[[Episode], None]] = {}
+
+
+def event(function: Callable[[Episode], None]) -> Callable[[Episode], None]:
+    EVENTS[function.__name__] = function
+    return function
+
+
+@event
+def change_options(episode: Episode | Together) -> None:
+    generator = episode.generator
+    number = generator.randrange(len(episode.run.given))
+    muon = episode.run.given[number].muon
+    options = muon_options(generator) if muon else adamw_options(generator)
+    chosen = options if muon else {k: v for k, v in options.items() if generator.random() < 0.5}
+    if generator.random() < 0.3:
+        chosen["rounding"] = generator.choice(episode.source.roundings)
+    episode.set_options(number, chosen)
+
+
+@event
+def tensor_learning_rate(episode: Episode) -> None:
+    number = episode.generator.randrange(len(episode.run.given))
+    shape = episode.generator.choice([(), (1,)])
+    rate = 10 ** episode.generator.uniform(-3, -1)
+    for run in (episode.run, episode.twin):
+        run.optimizer.param_groups[number]["lr"] = torch.full(shape, rate, dtype=torch.float64)
+
+
+@event
+def add_group(episode: Episode | Together) -> None:
+    if len(episode.run.params) <= 25:
+        episode.add(episode.source.group())
+
+
+@event
+def save_and_restart(episode: Episode) -> None:
+    folder, optimizer = episode.new_folder(), episode.run.optimizer
+    wait, asynchronous = (episode.generator.random() < 0.5 for _ in range(2))
+    if asynchronous:
+        pending = episode.opt.save_optimizer_async(optimizer, folder)
+    else:
+        episode.opt.save_optimizer(optimizer, folder)
+    fresh = episode.run.again()
+    if asynchronous and wait:
+        pending.wait()
+    episode.opt.load_optimizer(fresh.optimizer, folder)
+    episode.replace_run(fresh)
+
+
+@event
+def state_dict_and_restart(episode: Episode | Together) -> None:
+    file = io.BytesIO()
+    torch.save(episode.run.optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    fresh = episode.run.again()
+    fresh.optimizer.load_state_dict(saved)
+    episode.replace_run(fresh)
+
+
+@event
+def state_dict_to_itself(episode: Episode) -> None:
+    episode.run.optimizer.load_state_dict(episode.run.optimizer.state_dict())
+
+
+@event
+def older_checkpoint_first(episode: Episode) -> None:
+    """A load replaces everything that an earlier one brought."""
+    folder = episode.new_folder()
+    episode.opt.save_optimizer(episode.run.optimizer, folder)
+    before = episode.run.snapshot()
+    for param in episode.run.params.values():
+        param.grad = torch.ones_like(param)
+    episode.run.optimizer.step()
+    episode.opt.load_optimizer(episode.run.optimizer, folder)
+    with torch.no_grad():
+        for name, param in episode.run.params.items():
+            param.copy_(before.tensors[name])
+    before.give_grads(episode.run.params)
+
+
+@event
+def pickled(episode: Episode) -> None:
+    rules = [group.get("adjust_lr_fn") for group in episode.run.optimizer.param_groups]
+    if any(callable(rule) and rule is not halved for rule in rules):
+        return
+    episode.take_copy(lambda pair: pickle.loads(pickle.dumps(pair)))
+
+
+@event
+def deep_copied(episode: Episode) -> None:
+    episode.take_copy(copy.deepcopy)
+
+
+@event
+def offload_on(episode: Episode) -> None:
+    episode.run.optimizer.turn_on_cpu_offload()
+
+
+@event
+def offload_off(episode: Episode) -> None:
+    episode.run.optimizer.turn_off_cpu_offload()
+
+
+@event
+def looked_at(episode: Episode) -> None:
+    optimizer, generator = episode.run.optimizer, episode.generator
+    text = optimizer.report(verbose=True)
+    missing = [name for name in episode.run.params if name not in text]
+    if missing and all(p.grad is not None for p in episode.run.params.values()):
+        raise DifferenceError(f"report() has no line for {missing}")
+    repr(optimizer)
+    optimizer.measure_steps(generator.random() < 0.5)
+    optimizer.state_dict()
+
+
+class PlannedError(Exception):
+    """Raised by the soak itself."""
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise PlannedError("on purpose")
+
+
+@event
+def closure_raises(episode: Episode | Together) -> None:
+    step = episode.run.optimizer.step
+    episode.refused("a closure that raises", lambda: step(raises), PlannedError)
+
+
+@event
+def pre_hook_raises(episode: Episode | Together) -> None:
+    handle = episode.run.optimizer.register_step_pre_hook(raises)
+    step = episode.run.optimizer.step
+    episode.refused("a hook before the step that raises", step, PlannedError)
+    handle.remove()
+
+
+@event
+def post_hook_raises(episode: Episode) -> None:
+    """The step is over then: the two are equal after both took it."""
+    handle = episode.run.optimizer.register_step_post_hook(raises)
+    try:
+        episode.run.optimizer.step()
+    except PlannedError:
+        pass
+    else:
+        raise DifferenceError("a hook after the step was not called")
+    handle.remove()
+    episode.twin.optimizer.step()
+    episode.fill_gradients()
+
+
+@event
+def state_hook_raises(episode: Episode) -> None:
+    optimizer = episode.run.optimizer
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre")
+    which = f"register_{episode.generator.choice(kinds)}_hook"
+    saved = optimizer.state_dict()
+    handle = getattr(optimizer, which)(raises)
+
+    def use() -> None:
+        if "load" in which:
+            optimizer.load_state_dict(saved)
+        elif episode.generator.random() < 0.5:
+            optimizer.state_dict()
+        else:
+            episode.opt.save_optimizer(optimizer, episode.new_folder())
+
+    episode.refused(which, use, PlannedError)
+    handle.remove()
+
+
+@event
+def rule_raises(episode: Episode) -> None:
+    groups = episode.run.optimizer.param_groups
+    numbers = [k for k, given in enumerate(episode.run.given) if given.muon]
+    if not numbers or not _has_work(episode, numbers):
+        return
+    group = groups[episode.generator.choice(numbers)]
+    if not any(param.numel() for param in group["params"]):
+        return
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
+    episode.refused("an adjust_lr_fn that raises", episode.run.optimizer.step, PlannedError)
+    group["adjust_lr_fn"] = kept
+
+
+def _has_work(episode: Episode, numbers: list[int]) -> bool:
+    groups = episode.run.optimizer.param_groups
+    return any(p.grad is not None and p.numel() for k in numbers for p in groups[k]["params"])
+
+
+INTERRUPTIONS = (PlannedError, MemoryError, KeyboardInterrupt, RuntimeError)
+STAGES = ("orthogonalize", "update", "momentum", "adamw")  # of optimizers/step.py
+
+
+@event
+def step_is_interrupted(episode: Episode) -> None:
+    """A stage raises at its k-th call: nothing has changed, or nothing goes on until a load."""
+    generator = episode.generator
+    stage, module = generator.choice(STAGES), episode.submodule("optimizers.step")
+    original, calls = getattr(module, stage), iter(range(10**6))
+    last, error = generator.randint(0, 3), generator.choice(INTERRUPTIONS)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls) == last:
+            raise error("on purpose")
+        return original(*args, **options)
+
+    before = episode.run.snapshot()
+    with mock.patch.object(module, stage, interrupted):
+        try:
+            episode.run.optimizer.step()
+        except error:
+            pass
+        else:
+            episode.run.restore(before)
+            return
+    if _locked(episode.run.optimizer):
+        _assert_locked(episode, f"{error.__name__} in {stage}")
+        episode.run.load_from(episode.twin)
+    else:
+        assert_unchanged(episode.run, before, f"{stage} was interrupted", grads=False)
+    before.give_grads(episode.run.params)
+
+
+def _locked(optimizer: Any) -> bool:
+    try:
+        optimizer.state_dict()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _assert_locked(episode: Episode, what: str) -> None:
+    optimizer = episode.run.optimizer
+    for call, action in {
+        "step": optimizer.step,
+        "state_dict": optimizer.state_dict,
+        "save_optimizer": lambda: episode.opt.save_optimizer(optimizer, episode.new_folder()),
+        "save_optimizer_async": lambda: episode.opt.save_optimizer_async(
+            optimizer, episode.new_folder()
+        ),
+    }.items():
+        episode.refused(f"{call} after {what} left half a step", action, RuntimeError)
+
+
+@event
+def not_a_number(episode: Episode) -> None:
+    """NaN reaches its own parameter and no other; then both runs go back."""
+    run, generator = episode.run, episode.generator
+    name, param = generator.choice([*run.params.items()])
+    if param.grad is None or not param.numel():
+        return
+    value = generator.choice([float("nan"), float("inf"), float("-inf")])
+    before, of_twin = run.snapshot(), episode.twin.snapshot()
+    for each in (run, episode.twin):
+        grad = each.params[name].grad
+        (grad.view(-1)[-1:] if grad.is_contiguous() else grad).fill_(value)
+    episode.step(f"{value} in {name}")
+    for other, tensor in run.params.items():
+        if other != name and not tensor.isfinite().all():
+            raise DifferenceError(f"{value} in the gradient of {name} reached {other}")
+    run.restore(before)
+    episode.twin.restore(of_twin)
+
+
+@event
+def swapped_parameter(episode: Episode) -> None:
+    """As trainers do that shard a model after the optimizer was made; state starts anew."""
+    name = episode.generator.choice([*episode.run.params])
+    for run in (episode.run, episode.twin):
+        old = run.params[name]
+        new = nn.Parameter(old.detach().clone())
+        new.grad = None if old.grad is None else old.grad.clone()
+        for group in run.optimizer.param_groups:
+            group["params"] = [new if param is old else param for param in group["params"]]
+        run.params[name] = new
+        run.optimizer.fit_state()
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=1000),
+}
+
+
+@event
+def scheduled(episode: Episode) -> None:
+    make = SCHEDULES[episode.generator.choice([*SCHEDULES])]
+    episode.schedulers = [make(run.optimizer) for run in (episode.run, episode.twin)]
+
+
+@event
+def zeroed(episode: Episode) -> None:
+    to_none = episode.generator.random() < 0.5
+    for run in (episode.run, episode.twin):
+        run.optimizer.zero_grad(set_to_none=to_none)
+
+
+# Of several ranks, too.
+ALIKE = (tensor_learning_rate, add_group, deep_copied, offload_off)
+ALIKE += (closure_raises, pre_hook_raises, change_options, state_dict_and_restart)

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import ALIKE, PlannedError, raises
+from ._episode import ALIKE, PlannedError, raises
 from ._problem import (
     DifferenceError,
     Pair,
