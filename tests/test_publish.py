@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 import shutil
-import zipfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -132,16 +131,22 @@ def test_what_a_variant_must_be(checkout: Path):
 
 
 def test_a_cuda_variant_brings_machine_code(checkout: Path):
+    """Whole, and of its own sources: an archive of others is as good as none."""
     variant = variant_of(checkout)
     archive = variant / tool("publish").PREBUILT
-    complaint = "brings no prebuilt_sm90.zip, so first calls compile: make prebuilt"
+    missing = "brings no prebuilt_sm90.zip, so first calls compile: make prebuilt"
+    stale = "prebuilt_sm90.zip was made for other Python files or for a part of the layers"
     archive.touch()
-    assert complaint not in refusal(checkout), "those of other backends need none"
+    assert missing not in refusal(checkout), "those of other backends need none"
     edit_metadata(checkout, backend={"type": "cuda", "archs": ["9.0a"]})
-    assert complaint in refusal(checkout)
-    with zipfile.ZipFile(archive, "w"):
-        assert complaint in refusal(checkout), "it is not whole"
-    assert complaint not in refusal(checkout)
+    assert missing in refusal(checkout)
+    made = b"PK\5\6" + bytes(18)  # without entries
+    for complete, complaints in ((False, [stale]), (True, [])):
+        tool("prebuild").put(made, variant, complete=complete)
+        assert [words for words in (missing, stale) if words in refusal(checkout)] == complaints
+    source = variant / "reference" / "nf4.py"
+    source.write_text(source.read_text() + "# another\n")
+    assert stale in refusal(checkout)
 
 
 def test_a_variant_of_another_commit_is_refused(checkout: Path):

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 import types
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -28,9 +29,9 @@ from unittest import mock
 import torch
 import triton
 from compile_triton import PACKAGE, load
+from local_build.package import PREBUILT, python_digest
 from triton.backends.compiler import GPUTarget
 
-ARCHIVE = Path("kernels", "launch", "prebuilt_sm90.zip")  # in a variant
 BUILD = Path(__file__).resolve().parents[1] / "build"
 ON = torch.device("cpu")  # where stand-ins lie: tables of tiles take it for capability 9.0
 # Whether x, gate_up, its A and B and bias, down, its own, and the gates want a gradient.
@@ -203,11 +204,14 @@ def check_sources(variant: Path) -> None:
             sys.exit(f"{there} is not as in this checkout; build {variant.name} again")
 
 
-def put(archive: bytes, variant: Path) -> None:
+def put(archive: bytes, variant: Path, *, complete: bool) -> None:
     """The archive into a variant, and the digests of metadata.json anew."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
-    (variant / ARCHIVE).write_bytes(archive)
+    (variant / PREBUILT).write_bytes(archive)
+    if complete:  # any other one tools/publish.py refuses
+        with zipfile.ZipFile(variant / PREBUILT, "a") as file:
+            file.comment = python_digest(variant).encode()
     path = variant / "metadata.json"
     metadata = json.loads(path.read_text())
     files = Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
@@ -242,9 +246,9 @@ def main(arguments: list[str]) -> int:
         made = list(pool.map(compiled, found, chunksize=4))
     archive = load("kernels.launch.prebuilt").archive_of(made)
     for variant in variants:
-        put(archive, variant)
+        put(archive, variant, complete=options.layers is None)
         seconds, size = time.perf_counter() - start, len(archive) / 1e6
-        print(f"{variant / ARCHIVE}: {len(made)} kernels, {size:.1f} MB, {seconds:.1f} s")
+        print(f"{variant / PREBUILT}: {len(made)} kernels, {size:.1f} MB, {seconds:.1f} s")
     return 0
 
 

@@ -19,13 +19,12 @@ from typing import Any
 from hub_card import render_card
 from local_build.audit import audit_library
 from local_build.errors import BuildError
-from local_build.package import LOCAL_BUILD_MARKER
+from local_build.package import LOCAL_BUILD_MARKER, PREBUILT, python_digest
 from local_build.project import Project, load_project, read_identity
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_TYPE = "kernel"
 METADATA = "metadata.json"
-PREBUILT = Path("kernels", "launch", "prebuilt_sm90.zip")  # of tools/prebuild.py
 SIGNATURE = "metadata.json.sigstore"
 # e_machine, the 16-bit number at byte 18 of an ELF file (System V ABI, its processor supplements).
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -155,8 +154,8 @@ def check_variant(
     problems += verify_digest(folder)
     problems += check_listed(folder)
     problems += check_binaries(folder)
-    if str(metadata.backend.backend_type) == "cuda" and not zipfile.is_zipfile(folder / PREBUILT):
-        problems.append(f"brings no {PREBUILT.name}, so first calls compile: make prebuilt")
+    if str(metadata.backend.backend_type) == "cuda":
+        problems += check_prebuilt(folder)
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]
@@ -208,6 +207,21 @@ def check_binaries(folder: Path) -> list[str]:
         except BuildError as error:
             problems.append(str(error))
     return problems
+
+
+def check_prebuilt(folder: Path) -> list[str]:
+    """Whether the machine code of Triton's kernels is there, whole and of these sources."""
+    try:
+        with zipfile.ZipFile(folder / PREBUILT) as archive:
+            made_for = archive.comment.decode(errors="replace")
+    except (OSError, zipfile.BadZipFile):
+        return [f"brings no {PREBUILT.name}, so first calls compile: make prebuilt"]
+    if made_for != python_digest(folder):
+        return [
+            f"{PREBUILT.name} was made for other Python files or for a part of the layers, so "
+            "first calls compile: make prebuilt"
+        ]
+    return []
 
 
 def verify_digest(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,9 @@ KERNELS_MINVER = "0.14.0"
 # builder writes its plain version there, so tools/publish.py can tell the two apart.
 LOCAL_BUILD_MARKER = "+build-local"
 STAGING_PREFIX = ".staging-"
+# In a CUDA variant: machine code of Triton's kernels, of tools/prebuild.py. Its comment is the
+# `python_digest` of the variant that it was made for.
+PREBUILT = Path("kernels", "launch", "prebuilt_sm90.zip")
 
 OPS_PY = '''\
 import torch
@@ -119,6 +123,15 @@ def describe_variant(
         "provenance": builder | (kernel if identity.commit else {}),
     }
     return {key: value for key, value in metadata.items() if value is not None}
+
+
+def python_digest(variant: Path) -> str:
+    """sha256 of a variant's Python files and their names, 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(variant.rglob("*.py")):
+        name, content = path.relative_to(variant).as_posix(), path.read_bytes()
+        digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())
+    return digest.hexdigest()
 
 
 def is_current(staged: Path, installed: Path) -> bool:
