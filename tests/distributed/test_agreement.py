@@ -107,6 +107,11 @@ def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world, 
         assert after == ("none", True)
 
 
+@pytest.mark.sees_defect(
+    "only the first team's answer is checked",
+    "        for number, comparison in enumerate(comparisons):\n",
+    "        for number, comparison in enumerate(comparisons[:1]):\n",
+)
 @on_ranks(4)
 def test_the_answer_of_every_team_counts(opt) -> Any:
     """Not only that of the ranks that share matrices.

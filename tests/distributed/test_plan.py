@@ -48,12 +48,6 @@ def test_restricted_work_stays_and_the_rest_makes_up_for_it(load_balance) -> Non
     assert max(loads(costs, owners, 3)) == 5.0
 
 
-@pytest.mark.parametrize("candidates", [(), (2,), (-1,)])
-def test_impossible_candidates(load_balance, candidates) -> None:
-    with pytest.raises(ValueError, match="piece 0 has candidates"):
-        load_balance.assign([1.0], [candidates], 2)
-
-
 @pytest.mark.sees_defect("a chunk is a number of matrices, whatever their size")
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_are_bounded_complete_and_mixed(load_balance, seed) -> None:
@@ -236,18 +230,6 @@ def test_a_failing_chunk_closes_the_others(schedule) -> None:
     with pytest.raises(MemoryError):
         schedule.run_pipeline([watched(), failing(), watched()])
     assert closed == [True, True]
-
-
-def test_wrong_use(schedule) -> None:
-    with pytest.raises(ValueError, match="ahead must be at least 1, got 0"):
-        schedule.run_pipeline([], ahead=0)
-
-    def often():
-        for _ in range(5):
-            yield
-
-    with pytest.raises(RuntimeError, match="at most four times"):
-        schedule.run_pipeline([often()])
 
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(2, 2, 2)]}

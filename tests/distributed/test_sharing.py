@@ -273,28 +273,6 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
     assert copied == Counter()
 
 
-@pytest.mark.sees_defect(
-    "only the first team's answer is checked",
-    "        for number, comparison in enumerate(comparisons):\n",
-    "        for number, comparison in enumerate(comparisons[:1]):\n",
-)
-@pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
-@on_ranks(4)
-def test_every_teams_answer_counts(opt, axis, layer) -> None:
-    """Whichever team disagrees, all of its ranks raise before anything is written."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    params, places = plain_params(), {"rows": slice(0, 3), "columns": slice(3, 6)}
-    for name, place in places.items():
-        params[place] = placed(params[place], mesh[name], [Shard(0)])
-    optimizer = opt.Muon([(f"layer.{i}", param) for i, param in enumerate(params)])
-    give(params, gradients(params, 0))
-    if mesh.get_local_rank(axis) == 1:
-        params[places[axis]][1].grad = None
-    message, written = outcome(optimizer, params)
-    assert "disagree on which parameters have gradients" in message and layer in message
-    assert not written
-
-
 @on_ranks(3)
 def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
     """State of shards, and state of a single rank loaded into shards."""

@@ -334,13 +334,6 @@ def test_forward_equals_the_eager_one(opt, submodule, device, kind):
     assert_error_at_most(found, experts(*inputs), 1e-13)
 
 
-def test_experts_with_a_norm_of_their_own_are_refused(opt, device):
-    experts = made("silu", device)
-    experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="normalizes every expert's output"):
-        opt.layers.ScatterMoEExperts.forward(experts, *inputs_of(experts, device))
-
-
 def test_attached_lora_is_added(opt, device):
     experts = made("silu", device)
     inputs = inputs_of(experts, device)

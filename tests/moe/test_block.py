@@ -203,6 +203,10 @@ WRONG = {
         (lambda m, x: m.group_top_k(x, 2, n_group=2, topk_group=3), "topk_group must be 1 to n"),
         (lambda m, x: m.group_top_k(x, 2, score="relu"), "score='relu' is unknown"),
         (lambda m, x: m.group_top_k(x, 2, correction_bias=x[0, :3]), r"correction_.* be \(8,\)"),
+        (
+            lambda m, x: m.group_top_k(x, 2, correction_bias=torch.zeros(8, device="meta")),
+            "correction_bias is on meta",
+        ),
         (lambda m, x: m.RouterRule("topk", 2), "score='topk' is unknown"),
         (lambda m, x: m.RouterRule("softmax", 0), "top_k must be at least 1, got 0"),
         (

@@ -547,20 +547,6 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem)
 
 
 @pytest.mark.gpu
-def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
-    """Gates and ids that torch copies first, in the node and in the ops, with inference mode."""
-    layer, x, ids, gates, grad = PLAYED[0].drawn(moe, device)
-    gates = torch.stack((gates.detach(), gates.detach()), -1)[..., 0].requires_grad_()
-    ids = torch.stack((ids, ids), -1)[..., 0]
-    with launched():
-        expected = step(layer, x, ids, gates, grad)
-    for _ in range(3):
-        compare(step(layer, x, ids, gates, grad), expected)
-        with torch.inference_mode():
-            assert_same_bits(layer(x, ids, gates), expected[0])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float32])

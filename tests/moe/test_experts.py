@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, no_waits, relative_error
+from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
 from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -362,15 +362,6 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
     for results in found:
         assert_all_same_bits(results, expected)
     assert chosen == [True] * 4
-
-
-@pytest.mark.gpu
-def test_a_step_does_not_wait_for_the_device(moe, device):
-    problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
-    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    layer(x, ids, gates).backward(grad)
-    with no_waits():
-        layer(x, ids, gates).backward(grad)
 
 
 @pytest.mark.gpu

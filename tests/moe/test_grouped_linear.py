@@ -86,14 +86,6 @@ ROUTINGS = ("random", "one", "no-ends", "gap", "sentinels", "all-sentinels")
 
 
 @pytest.mark.sees_defect("no tokens")
-@pytest.mark.parametrize("tokens", [0, 1, 2, 37])
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("gates", [False, True])
-def test_routings(run, device, routing, tokens, gates):
-    problem = Problem(tokens, top_k=2, experts=6, gates=gates, bias=True, routing=routing)
-    assert_close_to_eager(problem, run, device)
-
-
 @pytest.mark.sees_defect(
     "masked loads without a value for masked lanes, sizes that are no multiple of a tile"
 )
@@ -193,19 +185,6 @@ def test_explain(opt, device):
     assert opt.explain("grouped_lora_linear", device="cpu", backend="triton").startswith("triton")
     with pytest.raises(ValueError, match="backend must be one of"):
         opt.explain("grouped_lora_linear", device="cpu", backend="cutlass")
-
-
-def test_a_stack_without_dimensions(opt) -> None:
-    with pytest.raises(ValueError, match=r"weight must be \(E, N, K\)"):
-        opt.moe.QuantizedExperts.from_weight(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="shape must be"):
-        opt.moe.QuantizedExperts((-1, 4, 64))
-
-
-def test_a_correction_on_another_device(opt) -> None:
-    bias = torch.zeros(16, device="meta")
-    with pytest.raises(ValueError, match="correction_bias is on meta"):
-        opt.moe.group_top_k(torch.randn(5, 16), 2, correction_bias=bias, n_group=4, topk_group=2)
 
 
 def test_adapters_by_twice_the_same_target_and_by_a_tensor(opt) -> None:

@@ -224,25 +224,6 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.signbit() | found.isnan(), expected.signbit() | expected.isnan())
 
 
-@pytest.mark.parametrize(("m", "n", "world"), [(6, 8, 4), (5, 11, 4), (2, 3, 4), (0, 3, 2)])
-def test_columns_go_to_their_ranks(newton_schulz, m: int, n: int, world: int) -> None:
-    """Blocks of every rank's columns one after the other, of equal and unequal widths, and none."""
-    columns, sizes = sizes_of(n, world), sizes_of(m, world)
-    gone = []
-
-    def exchanged(going, sent, received):
-        gone.extend(going.split(sent))
-        return going.new_empty(sum(received))
-
-    for rank, shard in enumerate(torch.arange(float(m * n)).view(m, n).split(sizes)):
-        ranks = SimpleNamespace(rank=rank, exchanged=exchanged)
-        newton_schulz._columns_for_rows(shard, sizes, columns, ranks)
-        expected = shard.split(columns, dim=1)
-        assert all(map(torch.equal, gone, [part.reshape(-1) for part in expected]))
-        assert len(gone) == world
-        gone.clear()
-
-
 def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:
     """What `Alone` computes for the clock has the bits of what its rank computed among others."""
     x, entry = matrix(128, 128, torch.float32), harness.tensor_parallel
