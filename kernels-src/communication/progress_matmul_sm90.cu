@@ -18,14 +18,15 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 // A pick is some 1e5 additions at most for N of 2^17, so shapes that come again do not repeat it.
-int picked_narrow(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
+ProgressSchedule picked_schedule(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
   constexpr size_t kMostShapes = 1024;
   static std::mutex guard;
-  static std::map<std::tuple<int, int, int, int, uint32_t>, int> picked;
+  static std::map<std::tuple<int, int, int, int, uint32_t>, ProgressSchedule> picked;
   const std::lock_guard<std::mutex> lock(guard);
   if (picked.size() >= kMostShapes) picked.clear();
-  const auto [found, is_new] = picked.try_emplace({chunks, chunk_rows, n, k, blocks}, 0);
-  if (is_new) found->second = pick_narrow(chunks, chunk_rows, n, k, blocks);
+  const auto [found, is_new] =
+      picked.try_emplace({chunks, chunk_rows, n, k, blocks}, ProgressSchedule{});
+  if (is_new) found->second = pick_schedule(chunks, chunk_rows, n, k, blocks);
   return found->second;
 }
 
@@ -151,13 +152,14 @@ void progress_matmul_cuda(const Tensor& a, const Tensor& b, const Tensor& out,
   const auto grid = static_cast<uint32_t>(blocks > 0 ? std::min(blocks, most) : most);
   const int64_t widest = (x.n + kNarrowCols - 1) / kNarrowCols;
   STD_TORCH_CHECK(narrow <= widest, "progress_matmul: at most ", widest, " narrow columns");
-  const int columns =
-      narrow >= 0 ? static_cast<int>(narrow) : picked_narrow(x.chunks, x.m, x.n, x.k, grid);
-  args.schedule = ProgressSchedule::of(x.chunks, static_cast<int>(pivot), x.m, x.n, columns, grid);
+  args.schedule = narrow < 0
+                      ? picked_schedule(x.chunks, x.m, x.n, x.k, grid)
+                      : ProgressSchedule::of(x.chunks, 0, x.m, x.n, static_cast<int>(narrow), grid);
+  args.schedule.pivot = static_cast<uint32_t>(pivot);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto on = static_cast<cudaStream_t>(stream);
-  const auto count = std::min(grid, args.schedule.count());
+  const auto count = std::min(args.schedule.blocks, args.schedule.count());
   if (dtype == ScalarType::Half) {
     by_rows(x.b) ? launch_kernel<__half, false>(args, count, on)
                  : launch_kernel<__half, true>(args, count, on);

@@ -113,17 +113,23 @@ inline double predicted_time(const ProgressSchedule& schedule, int k) {
   return longest;
 }
 
-// The number of narrow columns with which the busiest block is done first, the least one of
-// several.
-inline int pick_narrow(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
-  int best = 0;
+// The schedule with which the busiest block is done first; of several that with the fewest narrow
+// columns, then that of all blocks. The other number of blocks is the least one that gives none
+// another tile: 4 chunks of 1024 x 3584 are 4 rounds of 128 tiles, so that every one of 128 blocks
+// has two tiles of each width, where of 132 blocks 52 have three wide ones.
+inline ProgressSchedule pick_schedule(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
+  ProgressSchedule best{};
   double best_time = 0;
   for (int narrow = 0; (narrow - 1) * kNarrowCols < n; ++narrow) {
-    const auto schedule = ProgressSchedule::of(chunks, 0, chunk_rows, n, narrow, blocks);
-    const double time = predicted_time(schedule, k);
-    if (narrow == 0 || time < best_time) {
-      best = narrow;
-      best_time = time;
+    auto schedule = ProgressSchedule::of(chunks, 0, chunk_rows, n, narrow, blocks);
+    const uint32_t tiles = schedule.count(), rounds = (tiles + blocks - 1) / blocks;
+    for (const uint32_t used : {blocks, (tiles + rounds - 1) / rounds}) {
+      schedule.blocks = used;
+      const double time = predicted_time(schedule, k);
+      if (best_time == 0 || time < best_time) {
+        best = schedule;
+        best_time = time;
+      }
     }
   }
   return best;

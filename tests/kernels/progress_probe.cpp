@@ -20,8 +20,11 @@ int tiles(int chunks, int pivot, int chunk_rows, int n, int narrow, int blocks, 
   return static_cast<int>(schedule.count());
 }
 
-int pick(int chunks, int chunk_rows, int n, int k, int blocks) {
-  return pick_narrow(chunks, chunk_rows, n, k, static_cast<uint32_t>(blocks));
+// Columns of narrow tiles, and how many of the blocks work.
+void pick(int chunks, int chunk_rows, int n, int k, int blocks, int* out) {
+  const auto schedule = pick_schedule(chunks, chunk_rows, n, k, static_cast<uint32_t>(blocks));
+  out[0] = static_cast<int>(schedule.narrow);
+  out[1] = static_cast<int>(schedule.blocks);
 }
 
 double time_of(int chunks, int chunk_rows, int n, int k, int narrow, int blocks) {

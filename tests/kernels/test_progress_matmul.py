@@ -54,16 +54,43 @@ def test_every_tile_comes_once_and_chunks_in_order(probe, n, chunks, rows):
             assert len(tiles) == len(wanted) and set(tiles) == wanted
 
 
-def test_widths_are_picked_by_the_busiest_block(probe):
-    """4096 x 3584: 448 wide tiles are 3.4 rounds of 132, half of them narrow 3.9 shorter ones."""
+def pick(probe, *problem) -> tuple[int, int]:
+    found = (ctypes.c_int * 2)()
+    probe.pick(*problem, found)
+    return tuple(found)
+
+
+def test_widths_and_blocks_are_picked_by_the_busiest_block(probe):
+    """4096 x 3584: 448 wide tiles are 3.4 rounds of 132, 512 of both widths 4 shorter ones of 128,
+    which begin where chunks of 1024 or 512 rows begin.
+    """
     for chunks in (1, 2, 4, 8):
-        picked = probe.pick(chunks, 4096 // chunks, 3584, 8192, 132)
-        times = [
-            probe.time_of(chunks, 4096 // chunks, 3584, 8192, narrow, 132) for narrow in range(20)
-        ]
-        assert picked == times.index(min(times)) == 8
-    assert probe.pick(4, 4096, 3584, 8192, 132) == 0
-    assert probe.pick(1, 128, 192, 64, 132) == 1
+        problem = (chunks, 4096 // chunks, 3584, 8192)
+        narrow, blocks = pick(probe, *problem, 132)
+        assert (narrow, blocks) == (8, 132 if chunks < 4 else 128)
+        times = [probe.time_of(*problem, n, b) for n in range(20) for b in range(96, 133)]
+        assert probe.time_of(*problem, narrow, blocks) == min(times)
+    assert pick(probe, 4, 4096, 3584, 8192, 132) == (0, 132)
+    assert pick(probe, 1, 128, 192, 64, 132) == (1, 132)
+
+
+def test_a_picked_grid_gives_every_block_as_many_tiles_of_each_width(probe):
+    narrow, blocks = pick(probe, 4, 1024, 3584, 8192, 132)
+    widths: dict[int, list[bool]] = {}
+    for tile, (*_, thin) in enumerate(order(probe, 4, 1, 1024, 3584, narrow, blocks)):
+        widths.setdefault(tile % blocks, []).append(thin)
+    assert len(widths) == 128 and {tuple(sorted(of)) for of in widths.values()} == {
+        (False, False, True, True)
+    }
+
+
+@pytest.mark.parametrize("most", (1, 24, 132))
+@pytest.mark.parametrize("n", (8, 200, 1601, 3584, 5000))
+def test_no_picked_grid_has_more_rounds_or_blocks_than_asked(probe, n, most):
+    for chunks, rows in ((1, 130), (3, 1024), (8, 512)):
+        narrow, blocks = pick(probe, chunks, rows, n, 4096, most)
+        tiles = len(order(probe, chunks, 0, rows, n, narrow, blocks))
+        assert 1 <= blocks <= most and -(-tiles // blocks) == -(-tiles // most)
 
 
 @pytest.mark.parametrize("blocks", (1, 7, 132))
@@ -85,7 +112,7 @@ def test_the_busiest_block_is_counted_as_if_all_tiles_were_walked(
 def test_the_largest_product_is_picked_for_at_once(probe):
     """2^20 x 2^20 has 4e7 tiles and 5e3 splits of N."""
     began = time.process_time()
-    probe.pick(8, 1 << 17, 1 << 20, 8192, 132)
+    pick(probe, 8, 1 << 17, 1 << 20, 8192, 132)
     assert time.process_time() - began < 1
 
 
