@@ -74,18 +74,6 @@ def capture(call: Callable[[], Any], warm_up: int = 0) -> tuple[torch.cuda.CUDAG
     return graph, found
 
 
-def behind_a_slow_producer(source: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> Any:
-    """`call` on a stream of its own, of a tensor that gets its contents there late."""
-    late, stream = torch.zeros_like(source), torch.cuda.Stream(source.device)
-    stream.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(source)
-        found = call(late)
-    stream.synchronize()
-    return found
-
-
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
     """Raises where the host waits for the device, by torch's own watch."""

@@ -8,41 +8,6 @@ import torch
 TILES = ("auto", "sm90_128x256", "sm90_256x128", "sm90_128x128")  # from -1 on
 
 
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """Operands in {-3 .. 2}; every sum is exact in float32, so there is one right answer."""
-
-    batch: tuple[int, ...]
-    m: int
-    k: int
-    n: int
-    alpha: float = 1.0
-    beta: float = 0.0
-    scaled: bool = False  # powers of two as scale
-
-    def __str__(self) -> str:
-        flags = f"-alpha{self.alpha:g}" * (self.alpha != 1)
-        flags += f"-beta{self.beta:g}" * bool(self.beta) + "-scale" * self.scaled
-        return f"{'x'.join(map(str, (*self.batch, self.m, self.k, self.n)))}{flags}"
-
-    def operands(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict:
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def integers(*shape: int, low: int = -3, high: int = 3) -> torch.Tensor:
-            return torch.randint(low, high, shape, device=device, generator=generator)
-
-        arguments = {
-            "A": integers(*self.batch, self.m, self.k).to(dtype),
-            "B": integers(*self.batch, self.k, self.n).to(dtype),
-            "C": integers(*self.batch, self.m, self.n).to(dtype) if self.beta else None,
-            "alpha": self.alpha,
-            "beta": self.beta,
-        }
-        if self.scaled:
-            arguments["scale"] = 2.0 ** integers(*self.batch).float()
-        return arguments
-
-
 def run_dense(
     ops,
     A: torch.Tensor,  # (B, m, k)
@@ -71,35 +36,41 @@ class Problem:
     batch: tuple[int, ...]
     m: int
     k: int
+    n: int | None = None  # None: of a symmetric product
     alpha: float = 1.0
     beta: float = 0.0
-    diag: float = 0.0
+    diag: float = 0.0  # of a symmetric product, as `other` is
     other: bool = False  # B given: A with its columns scaled by -2 .. 2, so that A B^T is symmetric
+    scaled: bool = False  # powers of two as scale, of a dense product
 
     def __str__(self) -> str:
-        flags = f"-alpha{self.alpha:g}" * (self.alpha != 1) + f"-beta{self.beta:g}" * bool(
-            self.beta
-        )
-        flags += f"-diag{self.diag:g}" * bool(self.diag) + "-B" * self.other
-        return f"{'x'.join(map(str, (*self.batch, self.m, self.k)))}{flags}"
+        sizes = [*self.batch, self.m, self.k, *([] if self.n is None else [self.n])]
+        flags = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[4:]}
+        return "x".join(map(str, sizes)) + "".join(f"-{k}{v:g}" for k, v in flags.items() if v)
 
     def operands(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict:
         generator = torch.Generator(device).manual_seed(seed)
 
-        def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        def integers(*shape: int, low: int = -3, high: int = 3) -> torch.Tensor:
             shape = (*self.batch, *shape)
             return torch.randint(low, high, shape, device=device, generator=generator).to(dtype)
 
-        A = integers(-3, 3, self.m, self.k)
-        C = integers(-3, 3, self.m, self.m)
-        return {
+        scalars = {"alpha": self.alpha, "beta": self.beta}
+        A = integers(self.m, self.k)
+        C = integers(self.m, self.n or self.m)
+        if self.n is None:
+            B = A * integers(1, self.k, low=-2) if self.other else None
+            C = C.triu() + C.triu(1).mT if self.beta else None
+            return {"A": A, "B": B, "C": C, **scalars, "diag": self.diag}
+        arguments = {
             "A": A,
-            "B": A * integers(-2, 3, 1, self.k) if self.other else None,
-            "C": C.triu() + C.triu(1).mT if self.beta else None,
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "diag": self.diag,
+            "B": integers(self.k, self.n),
+            "C": C if self.beta else None,
+            **scalars,
         }
+        if self.scaled:
+            arguments["scale"] = 2.0 ** integers().float()
+        return arguments
 
 
 def exact(arguments: dict, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from .._compare import assert_same_bits
 from . import test_communication_gpu, test_packed_product_gpu, test_progress_matmul_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
-from ._products import TILES, Dense, Problem, exact, laid_out, run_chain, run_dense
+from ._products import TILES, Problem, exact, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import draw
 from .test_nf4_dequant import DTYPES, STACKS, oracle
@@ -165,7 +165,7 @@ def dense_products(opt) -> Iterator[None]:
         return
     ops = submodule(opt, "_ops").ops
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
-        arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
+        arguments = Problem((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
         expected = exact(arguments, torch.float16)
         arguments["C"] = laid_out(arguments["C"], "padded")
         for a in ("padded", "transposed-padded"):

@@ -232,16 +232,6 @@ def test_a_weight_is_used_as_it_decodes(submodule, device):
     assert_same_bits(y + 0.0, problem["dense"][2] + 0.0)
 
 
-@pytest.mark.parametrize("path", ("triton", "reference"))
-def test_runs_repeat_and_nothing_is_sent_to_sentinels(submodule, device, path):
-    problem = draw(submodule, Stack(), device, torch.float32)
-    order = problem["order"]
-    first, _ = forward(submodule, problem, path, grouped=True)
-    second, _ = forward(submodule, problem, path, grouped=True)
-    assert_same_bits(first, second)
-    assert (first[int(order.offsets[-1]) :] == 0).all()
-
-
 def test_empty_batch(submodule, device):
     problem = draw(submodule, Stack(tokens=0), device, torch.float32)
     for path in ("triton", "reference"):

@@ -1,6 +1,6 @@
 """nf4_dequant on every path: bit for bit what bitsandbytes' format says, whatever the shape.
 
-Every message names the argument. On a GPU also: capture, streams, sizes, a traced Triton op.
+Every message names the argument. On a GPU also: capture, sizes, a traced Triton op.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits, behind_a_slow_producer, capture
+from .._compare import assert_same_bits, capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -88,9 +88,9 @@ STACKS = (
     Stack(3, (1,), 32),  # one element per expert
     Stack(3, (2,), 32),  # one whole byte per expert, which Triton compiles in
     Stack(3, (3,), 32),  # the same and a half
-    Stack(3, (2, 3, 5, 7), 64),  # four dimensions
-    Stack(3, (203, 101), 64),  # odd and longer than one chunk of any kernel
-    Stack(2, (96, 256), 64),  # aligned and longer than one chunk
+    Stack(3, (2, 3, 5, 7), 512),  # four dimensions
+    Stack(3, (203, 101), 1024),  # odd and longer than one chunk of any kernel
+    Stack(2, (96, 256), 2048),  # aligned and longer than one chunk
     Stack(4, (40, 8), 64, nested=True),
     Stack(3, (203, 101), 32, nested=True),  # more than 256 blocks: several nested scales
     Stack(2, (128, 256), 32, nested=True),  # the same, aligned
@@ -196,15 +196,6 @@ def test_experts_of_one_whole_byte_compile(repo_id, device, tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("nested", (False, True))
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
-@pytest.mark.parametrize("path", PATHS)
-def test_every_blocksize(run_nf4, device, path, blocksize, nested):
-    arguments = Stack(3, (67, 33), blocksize, nested).arguments(device)
-    actual = run_nf4(path, arguments, torch.tensor([2, 1], device=device), torch.float32)
-    assert_same_bits(actual, oracle(arguments, [2, 1], torch.float32))
 
 
 @pytest.mark.parametrize("id_dtype", (torch.int32, torch.int64), ids=str)
@@ -359,17 +350,6 @@ def test_opcheck(nf4_op, device, path, stack):
     arguments = stack.arguments(device)
     arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
     torch.library.opcheck(nf4_op(path).default, (), arguments)
-
-
-def test_compiles_with_inductor_inside_a_larger_graph(opt, device):
-    arguments = Stack(5, (16, 24)).arguments(device)
-
-    def step(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return x @ opt.nf4_dequant(active_experts=ids, dtype=torch.float32, **arguments)
-
-    x = torch.randn(2, 3, 16, device=device)
-    ids = torch.tensor([4, 1], device=device)
-    torch.testing.assert_close(torch.compile(step, fullgraph=True)(x, ids), step(x, ids))
 
 
 def test_meta_tensors_give_shapes(opt):
@@ -547,19 +527,6 @@ def test_graph_capture_replays_with_new_contents(opt, device):
     graph.replay()
     arguments["absmax_offset"] = torch.tensor([0.25])
     assert_same_bits(out, oracle(arguments, [5, 5, 3], torch.bfloat16))
-
-
-@pytest.mark.gpu
-def test_runs_on_the_current_stream(opt, device):
-    """The decode waits for a slow producer on the same stream and for nothing else."""
-    arguments = Stack(2, (256, 256)).arguments(device)
-    expected = oracle(arguments, [1, 0], torch.bfloat16)
-    ids = torch.tensor([1, 0], device=device)
-    packed = arguments.pop("packed")
-    out = behind_a_slow_producer(
-        packed, lambda late: opt.nf4_dequant(late, active_experts=ids, **arguments)
-    )
-    assert_same_bits(out, expected)
 
 
 @pytest.mark.gpu

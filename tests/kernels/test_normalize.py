@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits, behind_a_slow_producer, capture
+from .._compare import assert_all_same_bits, assert_same_bits, capture
 from ..conftest import module_fixture
 from ._products import (
     DTYPES,
@@ -47,14 +47,6 @@ def test_zero_inf_and_nan(norm_factors, device):
         assert values[1:3].isnan().all() and values[3].isfinite()
     tiny = norm_factors(torch.full((1, 2, 2), 1e-42, device=device))[1]
     assert tiny.item() == pytest.approx((2e-42) ** -0.5, rel=1e-2)
-
-
-def test_the_same_bits_in_any_batch(norm_factors, device):
-    x = draw(9, 100, 37, dtype=torch.float32, device=device)
-    every = norm_factors(x)
-    for k in range(9):
-        for one, many in zip(norm_factors(x[k : k + 1]), every, strict=True):
-            assert_same_bits(one, many[k : k + 1])
 
 
 SYMMETRIC_SIDES = (1, 64, 128, 129, 132, 260, 515, 1025)
@@ -133,18 +125,6 @@ def normalize(ops):
     return call
 
 
-@pytest.mark.parametrize("more", ((0, 0, 0), (2, 0, 0), (0, 7, 0), (1, 3, 5), (3, 130, 260)))
-def test_frame_is_zero(normalize, device, more):
-    for dtype in DTYPES:
-        x = draw(2, 37, 70, dtype=torch.float32, device=device)
-        x[1, 3, 3] = torch.nan
-        out = normalize(x, dtype, more)
-        assert_rounded_once(out[:1, :37, :70], x[:1])
-        assert out[1, :37, :70].isnan().all()
-        out[:2, :37, :70] = 0
-        assert (out == 0).all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_finite_range(normalize, device, dtype):
     """Squares that leave float32, norms beyond its largest number, subnormal numbers."""
@@ -158,28 +138,6 @@ def test_any_finite_range(normalize, device, dtype):
     x[5] = 3.4e38
     assert (x[0] != 0).any()
     assert_rounded_once(normalize(x, dtype), x)
-
-
-def test_multiples_by_powers_of_two_give_the_same_bits(normalize, device):
-    x = draw(1, 33, 65, dtype=torch.float32, device=device)
-    x = torch.where(x.abs() < 2.0**-8, 1.0, x)  # so that no multiple below loses a digit
-    expected = normalize(x, torch.float16)
-    for exponent in (-115, -100, -1, 1, 100, 120):
-        multiple = x * 2.0**exponent
-        assert_same_bits(normalize(multiple, torch.float16), expected)
-
-
-def test_zero_inf_and_nan_gpu(normalize, device):
-    x = draw(6, 35, 50, dtype=torch.float32, device=device)
-    x[1] = 0
-    for matrix, value in ((2, torch.inf), (3, -torch.inf), (4, torch.nan)):
-        x[matrix, 34, 49] = value
-        x[matrix, 0, 0] = 0
-    out = normalize(x, torch.float16)
-    assert (out[1] == 0).all() and out[2:5].isnan().all()
-    for matrix in (0, 5):
-        alone = x[matrix : matrix + 1]
-        assert_same_bits(out[matrix : matrix + 1], normalize(alone, out.dtype))
 
 
 def test_nothing_to_read(normalize, device):
@@ -216,7 +174,7 @@ def test_odd_sizes(normalize, device, rows):
     for k, cols in enumerate(SIDES):
         source, target = DTYPES[k % 3], DTYPES[(k + rows) % 3]
         x = draw(3, rows, cols, dtype=source, device=device, seed=k)
-        out = normalize(x, target, (1, k % 3, k % 5))
+        out = normalize(x, target, (k % 4, 65 * (k % 3), 65 * (k % 5)))
         assert_rounded_once(out[:3, :rows, :cols], x)
         out[:3, :rows, :cols] = 0
         assert (out == 0).all()
@@ -239,15 +197,6 @@ def test_big_matrices(normalize, device, shape):
     for pattern in ("transposed", "shifted"):
         assert_same_bits(normalize(laid_out(x, pattern)), out)
     assert_same_bits(normalize(x), out)
-
-
-@pytest.mark.parametrize("shape", ((1024, 4096), (768, 768), (512, 2048), (100, 37)), ids=str)
-def test_any_batch(normalize, device, shape):
-    x = draw(9, *shape, dtype=torch.float32, device=device)
-    for batch in (1, 2, 7, 9):
-        assert_same_bits(normalize(x[batch - 1 :][:1])[0], normalize(x[:batch])[-1])
-    pieces = [laid_out(x[k : k + 1], PATTERNS[k % len(PATTERNS)]) for k in range(9)]
-    assert_same_bits(normalize(pieces), normalize(x))
 
 
 def test_more_pieces_than_a_launch_takes(normalize, device):
@@ -314,11 +263,6 @@ def test_graph_capture_replays_with_new_contents(normalize, device):
         out.fill_(torch.nan)
         graph.replay()
         assert_same_bits(out, normalize(x, torch.float16, (1, 0, 4)))
-
-
-def test_runs_on_the_current_stream(normalize, device):
-    x = draw(3, 200, 300, dtype=torch.float32, device=device)
-    assert_same_bits(behind_a_slow_producer(x, normalize), normalize(x))
 
 
 def test_back_to_back_calls_do_not_meet(normalize, device):

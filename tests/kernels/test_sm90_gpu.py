@@ -14,9 +14,9 @@ import functools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, behind_a_slow_producer, capture
+from .._compare import assert_same_bits, capture
 from ..conftest import module_fixture
-from ._products import Dense, Problem, below, exact, laid_out, run_dense
+from ._products import Problem, below, exact, laid_out, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -84,7 +84,7 @@ def test_symmetric_is_exact(symmetric, device, tile, added, pattern, dtype):
 def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
     for m, n in ((1, 1), (7, 300), (64, 64), (129, 257), (256, 128), (300, 8), (520, 777)):
         for k in DEPTHS:
-            problem = Dense((2,), m, k, n, alpha=0.5, beta=2.0 * added, scaled=added)
+            problem = Problem((2,), m, k, n, alpha=0.5, beta=2.0 * added, scaled=added)
             arguments = problem.operands(dtype, device, seed=m + n + k)
             expected = exact(arguments, dtype)
             arguments["A"] = laid_out(arguments["A"], a)
@@ -96,20 +96,13 @@ def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
 
 @pytest.mark.parametrize("tile", DENSE)
 def test_a_transposed_out_is_the_transposed_problem(dense, device, tile):
-    arguments = Dense((3,), 200, 136, 72, beta=2.0).operands(torch.float16, device)
+    arguments = Problem((3,), 200, 136, 72, beta=2.0).operands(torch.float16, device)
     expected = exact(arguments, torch.float16)
     for name in "ABC":
         arguments[name] = laid_out(arguments[name], "transposed-padded")
     out = laid_out(torch.full_like(expected, torch.nan), "transposed-padded")
     dense(**arguments, out=out, tile=tile)
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("tile", SYMMETRIC)
-def test_symmetric_scale(symmetric, device, tile):
-    arguments = Problem((4,), 264, 72, beta=2.0, diag=3.0).operands(torch.float16, device)
-    arguments["scale"] = torch.tensor((1.0, 0.5, 0.0, -2.0), device=device)
-    assert torch.equal(symmetric(**arguments, tile=tile), exact(arguments, torch.float16))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -191,17 +184,8 @@ def test_batches_beyond_two_to_the_31_elements(symmetric, device, tile):
         assert (out[first : min(first + 23, 299)] == expected[0]).all()
 
 
-@pytest.mark.parametrize("tile", SYMMETRIC)
-def test_nan_stays_in_its_rows_columns_and_matrix(symmetric, device, tile):
-    A = torch.ones(3, 264, 72, dtype=torch.float16, device=device)
-    A[1, 5, 2] = torch.nan
-    bad = torch.zeros(3, 264, 264, dtype=torch.bool, device=device)
-    bad[1, 5] = bad[1, :, 5] = True
-    assert torch.equal(symmetric(A, tile=tile).isnan(), bad)
-
-
 @pytest.mark.parametrize("tile", EVERY)
-def test_graph_capture_and_streams(symmetric, device, tile):
+def test_graph_capture(symmetric, device, tile):
     A = torch.randn(3, 200, 304, device=device).half()
     C = symmetric(A, tile=tile)
     options = {"beta": 0.5, "diag": 1.0, "tile": tile}
@@ -209,10 +193,7 @@ def test_graph_capture_and_streams(symmetric, device, tile):
     A.copy_(torch.randn(3, 200, 304))
     C.copy_(symmetric(A, tile=tile))
     graph.replay()
-    expected = symmetric(A, C=C, **options)
-    assert_same_bits(out, expected)
-    late = behind_a_slow_producer(A, lambda late: symmetric(late, C=C, **options))
-    assert_same_bits(late, expected)
+    assert_same_bits(out, symmetric(A, C=C, **options))
 
 
 REFUSED = {
@@ -247,23 +228,13 @@ def test_dense_scalars_are_applied_before_the_rounding(ops, device, tile):
 
 @pytest.mark.parametrize("tile", DENSE_OR_AUTO)
 def test_dense_c_may_be_out_and_is_not_read_without_beta(ops, device, tile):
-    arguments = Dense((2,), 136, 24, 72, beta=0.5).operands(torch.float16, device)
+    arguments = Problem((2,), 136, 24, 72, beta=0.5).operands(torch.float16, device)
     expected = exact(arguments, torch.float16)
     run_dense(ops, **arguments, out=arguments["C"], tile=tile)
     assert torch.equal(arguments["C"], expected)
     A = torch.ones(1, 8, 8, dtype=torch.float16, device=device)
     C = torch.full_like(A, torch.nan)
     assert_same_bits(run_dense(ops, A, A, C=C, tile=tile), torch.full_like(A, 8))
-
-
-@pytest.mark.parametrize("tile", DENSE_OR_AUTO)
-def test_dense_nan_stays_in_its_row_and_matrix(ops, device, tile):
-    A = torch.ones(3, 70, 8, dtype=torch.float16, device=device)
-    A[1, 5, 2] = torch.nan
-    out = run_dense(ops, A, torch.ones(3, 8, 40, dtype=torch.float16, device=device), tile=tile)
-    bad = torch.zeros_like(out, dtype=torch.bool)
-    bad[1, 5] = True
-    assert torch.equal(out.isnan(), bad)
 
 
 @pytest.mark.parametrize("added", (False, True))

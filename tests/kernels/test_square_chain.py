@@ -84,28 +84,6 @@ class TestOnHopper:
                 found = framed_chain(module, ops, x, squares, scale, groups)
                 assert torch.equal(found, above(expected)), (batch, groups)
 
-    @pytest.mark.parametrize("name", CHAINS)
-    def test_definition(self, chain, device, name):
-        x, scale = operand(3, 136, HALF, device)
-        expected = definition(x, CHAINS[name], scale, HALF)
-        result = chain(x.clone(), CHAINS[name], scale)
-        assert relative_error(above(result), above(expected)) < 2.0**-8
-        small = x / 1024  # every eigenvalue below 1, without factors
-        expected = definition(small, CHAINS["second"], None, HALF)
-        result = chain(small, CHAINS["second"])
-        assert relative_error(above(result), above(expected)) < 2.0**-8
-
-    def test_nan_stays_in_its_matrix_and_zeros_give_the_constant(self, chain, device):
-        x, scale = operand(4, 136, HALF, device)
-        clean = above(chain(x.clone(), CHAINS["second"], scale))
-        x[1, 3, 4] = x[1, 4, 3] = torch.nan
-        x[2] = 0
-        constant = definition(x[2:3], CHAINS["second"], None, HALF)[0]
-        result = chain(x, CHAINS["second"], scale)
-        assert above(result, torch.nan)[1].isnan().all()
-        assert_same_bits(above(result)[[0, 3]], clean[[0, 3]])
-        assert torch.equal(above(result)[2].double(), above(constant))
-
     def test_zeros_of_the_caller(self, chain, device):
         """Whoever cleared the counters, the result is the same."""
         squares = CHAINS["second"]

@@ -305,11 +305,6 @@ def test_compiles_without_a_graph_break(module, device):
         assert_same_bits(out, expected)
 
 
-def test_meta_tensors_give_shapes(module):
-    out = module.symmetric_matmul(torch.empty(5, 16, 24, dtype=torch.float16, device="meta"))
-    assert out.shape == (5, 16, 16) and out.dtype == torch.float16
-
-
 TILES = (0, 1, 2)
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -386,13 +381,6 @@ def test_any_batch(module, device, batch, dtype):
 
 
 @pytest.mark.gpu
-def test_compiles_with_inductor(module, device):
-    A = torch.randn(2, 70, 40, device=device).half()
-    step = torch.compile(lambda x: module.symmetric_matmul(x, diag=1.0) * 2, fullgraph=True)
-    assert_same_bits(step(A), module.symmetric_matmul(A, diag=1.0) * 2)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("powers", ((0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (0, 2)), ids=str)
 def test_powers_of_the_scale(module, device, powers, dtype):
@@ -400,8 +388,8 @@ def test_powers_of_the_scale(module, device, powers, dtype):
     arguments = Problem((4,), 200, 72, beta=2.0, diag=3.0).operands(dtype, device)
     scale = torch.tensor((1.0, 0.5, 0.0, -2.0), device=device)
     A, C = arguments["A"], arguments["C"]
-    tiles = TILES if dtype == torch.float32 else (module.AUTO, *TILES)
-    for tile in tiles:
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and dtype != torch.float32
+    for tile in (module.AUTO, *range(len(module.TILES))) if hopper else TILES:
         out = torch.full_like(C, torch.nan)
         module.ops.symmetric_matmul(A, A, C, out, 1.0, 2.0, 3.0, tile, scale, *powers)
         for k, s in enumerate(scale.tolist()):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from .._compare import behind_a_slow_producer, capture
+from .._compare import capture
 from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
 from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import draw_lists
@@ -109,33 +109,6 @@ def test_opcheck(ops, device) -> None:
     torch.library.opcheck(ops.apply_update.default, (lists[0], [], *scalars, batch))
 
 
-def test_compiles_without_a_graph_break(kernels, device) -> None:
-    """All three ops, by lists and by one stacked tensor; a Tensor is the learning rate."""
-    heavy = {"mu": 0.5, "nesterov": False, "form": "heavy_ball"}
-
-    def run(params, grads, buffers, out, lists, lr):
-        batch = torch.empty(2, 6, 4, device=device)
-        kernels.momentum(grads, buffers, batch, **heavy)
-        stats = kernels.momentum(grads, buffers, out, **heavy)
-        kernels.apply_update(params, batch * 2, lr=1.0, factors=[1.0, 1.0], weight_decay=0.0)
-        updates = [torch.full_like(p, 2.0) for p in params[:1]]
-        kernels.apply_update(params[:1], updates, lr=lr, factors=[0.5], weight_decay=0.0)
-        kernels.adamw(*lists, **{**OPTIONS, "lr": lr})
-        return params[0] + batch[1], stats + 1, out[0] * 2, lists[0][0] + 1
-
-    four = [[torch.ones(6, 4, device=device) for _ in range(2)] for _ in range(4)]
-    lists = draw_lists([(6, 4)], device)
-    stepped = [copies(tensors, device) for tensors in lists]
-    kernels.adamw(*stepped, **{**OPTIONS, "lr": 0.25})
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    lr = torch.full((), 0.25, device=device)
-    found, stats, doubled, of_adamw = compiled(*four, lists, lr)
-    assert (four[2][0] == 1.75).all() and (doubled == 3.5).all()
-    assert (found == -2 - 0.25 + 1.5).all()
-    assert stats.tolist() == [[2.75, 24 * 1.75**2 + 1]] * 2
-    assert_same([of_adamw], [stepped[0][0] + 1])
-
-
 def whole_step(kernels, lists, out, lr, second, residuals, step):
     """All three ops, every option that may be captured."""
     params, grads, averages, squares, steps = lists
@@ -218,15 +191,6 @@ def test_launches_do_not_grow_with_the_list(kernels, device, monkeypatch, count,
         kernel_launches(lambda: kernels.apply_update(lists[0], out, **moments, **update)),
         kernel_launches(lambda: kernels.adamw(*lists, **OPTIONS)),
     ]
-
-
-@pytest.mark.gpu
-def test_runs_on_the_current_stream(kernels, device):
-    buffers, out = [torch.ones(1000, device=device)], [torch.zeros(1000, device=device)]
-    options = {"mu": 0.5, "nesterov": False, "form": "heavy_ball"}
-    grad = torch.full((1000,), 2.0, device=device)
-    behind_a_slow_producer(grad, lambda late: kernels.momentum([late], buffers, out, **options))
-    assert (out[0] == 2.5).all()
 
 
 @pytest.mark.gpu

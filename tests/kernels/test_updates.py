@@ -26,19 +26,6 @@ def run(op):
     return lambda *lists, **options: op.call(*lists, **{**op.options, **options})
 
 
-def test_number_and_tensor_scalars_give_the_same_bits(run, device):
-    params = draw(SHAPES, DTYPES, seed=0, device=device)
-    updates = draw(SHAPES, torch.float16, seed=1, device=device)
-    first, second, third = (copies(params, device) for _ in range(3))
-    run(first, updates, lr=0.023, weight_decay=0.17)
-    scalars = [torch.tensor(value) for value in (0.023, 0.17)]
-    run(second, updates, lr=scalars[0], weight_decay=scalars[1])
-    lr, decay = (x.double().to(device) for x in scalars)
-    run(third, updates, lr=lr, weight_decay=decay)
-    assert_same(second, first)
-    assert_same(third, first)
-
-
 MATRICES = ((20, 17), (17, 20), (3, 65, 64), (2, 130, 258), (1, 9), (2, 3, 64, 96), (0, 4, 5))
 
 
@@ -116,14 +103,6 @@ def test_mean_squares_are_added_in_double_precision(run, device):
     else:  # it adds float32 in a tree: at most 33 + 2 roundings
         assert_error_at_most(second.cpu(), moments, 35 * 2.0**-24)
         assert_error_at_most(params.cpu(), expected, 70 * 2.0**-24)
-
-
-def test_zero_updates_with_second_moments_only_decay(run, device):
-    params = draw([(8, 12)], torch.float32, seed=0, device=device)
-    expected = params[0] - params[0] * torch.tensor(0.02).mul(0.1).to(device)
-    moments = {"second_moments": [torch.zeros(1, 12, device=device)], "beta2": 0.9}
-    run(params, [torch.zeros(8, 12, device=device)], **moments)
-    assert_same(params, [expected])
 
 
 def arguments(device):
@@ -219,17 +198,13 @@ def test_adamw_keeps_small_values(kernels, device, beta, kind):
     assert_averages(second, OLD * OLD, given * given, beta)
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("kind", ["number", "tensor", "float64"])
 def test_adamw_without_memory_takes_the_gradient(kernels, device, kind):
     beta = torch.zeros((), device=device) if kind == "tensor" else 0.0
-    found = adamw_averages(kernels, OLD, GIVEN, (beta, beta), device)
-    torch.testing.assert_close(found, (GIVEN, GIVEN * GIVEN), rtol=0, atol=0)
-
-
-def test_adamw_on_the_reference_path(kernels, device):
-    old, given = OLD.double(), GIVEN.double()
-    first, second = adamw_averages(kernels, old, given, (0.0, 0.0), device)
-    torch.testing.assert_close((first, second), (given, given * given), rtol=0, atol=0)
+    dtype = torch.float64 if kind == "float64" else torch.float32  # by the reference
+    old, given = OLD.to(dtype), GIVEN.to(dtype)
+    found = adamw_averages(kernels, old, given, (beta, beta), device)
+    torch.testing.assert_close(found, (given, given * given), rtol=0, atol=0)
 
 
 def test_an_average_of_equal_numbers_is_that_number(kernels, device):
@@ -307,31 +282,6 @@ def rounded(kernels, x, dtype, *, seed=0, step=0, parameter=0, offset=0):
     )
     kernels.apply_update([param], [-x], lr=1.0, factors=[1.0], weight_decay=0.0, rounding=key)
     return param
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_any_split_gives_the_same_bits(kernels, device, dtype):
-    x = draw([(5000,)], torch.float32, seed=0, device=device)[0]
-    whole = rounded(kernels, x, dtype, offset=3)
-    for cut in (1, 8, 1021, 4999):
-        left = rounded(kernels, x[:cut], dtype, offset=3)
-        right = rounded(kernels, x[cut:], dtype, offset=3 + cut)
-        assert_same([torch.cat((left, right))], [whole])
-    matrix = x.view(50, 100)
-    transposed = matrix.mT.contiguous().mT
-    assert_same([rounded(kernels, transposed, dtype, offset=3).reshape(-1)], [whole])
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_every_part_of_the_key_matters(kernels, device, dtype):
-    x = draw([(4096,)], torch.float32, seed=0, device=device)[0]
-    first = rounded(kernels, x, dtype, seed=1, step=2, parameter=3, offset=4)
-    assert_same([rounded(kernels, x, dtype, seed=1, step=2, parameter=3, offset=4)], [first])
-    for change in ({"seed": 2}, {"seed": 1 + 2**40}, {"step": 3}, {"parameter": 4}, {"offset": 5}):
-        key = {"seed": 1, "step": 2, "parameter": 3, "offset": 4, **change}
-        # Equal where nothing is dropped or both draws agree: half of the elements at most, here.
-        assert (rounded(kernels, x, dtype, **key) != first).float().mean() > 0.2
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

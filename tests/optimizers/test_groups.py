@@ -45,6 +45,7 @@ MUON_OPTIONS = [
     ("cautious", 0, TypeError, "cautious must be True or False"),
     ("shaped_decay", 0, TypeError, "shaped_decay must be True or False"),
     ("row_equilibration", 1, TypeError, "row_equilibration must be True or False"),
+    ("renormalize", 1, TypeError, "renormalize must be True or False"),
     ("transposed", None, TypeError, "transposed must be True or False"),
     ("adjust_lr_fn", "match_rms", ValueError, "adjust_lr_fn must be one of 'match_rms_adamw'"),
     ("method", "svd", ValueError, "method must be one of 'auto'"),

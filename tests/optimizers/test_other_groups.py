@@ -184,17 +184,6 @@ def test_fused_projections_that_names_do_not_tell_are_logged_once(opt, submodule
     assert "get_default_muon_param_groups(model)" in message
 
 
-def test_gpt2_by_names(opt, submodule, caplog) -> None:
-    transformers = pytest.importorskip("transformers")
-    submodule("dispatch").say_once.cache_clear()
-    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=32, n_positions=8)
-    opt.Muon(transformers.GPT2LMHeadModel(config).named_parameters())
-    messages = [r.getMessage() for r in caplog.records if "looks fused" in r.getMessage()]
-    assert messages and messages[0].startswith(
-        "transformer.h.0.attn.c_attn.weight (8, 24) and 1 more"
-    )
-
-
 def test_experts_without_a_mark(opt) -> None:
     """By the default rule, by the caller's keys, or with flatten; else 3-D is AdamW's."""
     (stack,) = parameters([(3, 4, 5)])

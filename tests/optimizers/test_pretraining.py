@@ -53,22 +53,6 @@ def training(harness, opt, device):
 KINDS = ("adamw", "muon", "muon_adamw", "torch_muon")
 
 
-def test_every_optimizer_is_tried(harness) -> None:
-    assert tuple(harness.pretraining.KINDS) == KINDS
-
-
-def test_a_peer_without_a_checkout_is_said(harness, training, monkeypatch, capsys) -> None:
-    monkeypatch.delenv("PEERS", raising=False)
-    entry, name = harness.end_to_end, "gpt-124M/dion"
-    assert name not in entry.selected(["gpt-124M"]) and entry.selected([name]) == [name]
-    monkeypatch.setattr(entry, "Pretraining", lambda *_: training)
-    built = SimpleNamespace(package=training.package)
-    rows = entry.trainings([name], training.plan, None, built, "cpu", entry.Progress())
-    assert list(rows) == []
-    said = "gpt-124M/dion                        not run: PEERS names no folder of checkouts"
-    assert said in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_three_steps_of_each_optimizer(training, name) -> None:
     """The loss falls; evaluations stand behind steps 2 and 3; the same seed gives the same run."""

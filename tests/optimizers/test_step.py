@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from .._compare import assert_all_same_bits, assert_same_bits, fail_at
 from ._steps import both, new_gradients, nothing_written, parameters, train, values
 from .test_state import SHAPES as STATE_SHAPES
-from .test_state import assert_same_state, muon, muon_adamw, state_tensors
+from .test_state import muon, muon_adamw, state_tensors
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
@@ -140,18 +139,13 @@ def test_a_zero_gradient_only_decays(opt, device, name) -> None:
 
 @CLASSES
 @pytest.mark.parametrize("culprit", [0, 2], ids=["muon", "adamw"])
-@pytest.mark.parametrize("fault", ["sparse", "shape"])
-def test_a_bad_gradient_changes_nothing(opt, device, name, culprit, fault) -> None:
+def test_a_sparse_gradient_changes_nothing(opt, device, name, culprit) -> None:
     """All gradients are checked before the first parameter or buffer is written."""
     params = parameters([(6, 4), (6, 4), (5, 5), (5,)], device=device)
     optimizer = both(opt, params)[name]()
     optimizer.fit_state()
-    if fault == "sparse":
-        params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
-        message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
-    else:
-        params[culprit].data = torch.ones(7, 7, device=device)
-        message = f"group {culprit // 2}, parameter 0"
+    params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
+    message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
     with nothing_written(optimizer), pytest.raises(ValueError, match=message):
         optimizer.step()
 
@@ -160,11 +154,10 @@ def test_a_gradient_from_before_a_swap_is_refused(opt, device) -> None:
     """torch checks a gradient when it is assigned, not when the parameter changes under it."""
     first, second = parameters([(6, 4), (6, 4)], device=device)
     second.data = torch.ones(4, 6, device=device)
-    optimizer = opt.Muon([("v", first), ("w", second)])
     before = values([first])
     message = r"'w': the gradient has shape \(6, 4\) on .*, the parameter \(4, 6\) on"
     with pytest.raises(ValueError, match=message):
-        optimizer.step()
+        opt.Muon([("v", first), ("w", second)]).step()
     assert_same_bits(first.detach(), before[0])
 
 
@@ -466,66 +459,22 @@ def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_pa
         opt.save_optimizer(optimizer, tmp_path)
 
 
-def planted(*_):
-    raise ArithmeticError("planted")
-
-
-def bad_closure(optimizer, patch) -> None:
-    optimizer.step(planted)
-
-
-def bad_pre_hook(optimizer, patch) -> None:
-    hook = optimizer.register_step_pre_hook(planted)
-    try:
-        optimizer.step()
-    finally:
-        hook.remove()
-
-
-def bad_rule(optimizer, patch) -> None:
-    rule = lambda lr, rows, columns: planted() if rows == 4 else lr  # noqa: E731
-    patch.setitem(optimizer.param_groups[0], "adjust_lr_fn", rule)
-    optimizer.step()
-
-
-def no_memory_for_slots(optimizer, patch) -> None:
-    host_state = import_module(type(optimizer._host).__module__)
-    patch.setattr(host_state.Lane, "allocate", planted)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("fail", [bad_closure, bad_pre_hook, bad_rule, no_memory_for_slots])
-def test_what_fails_before_a_write_changes_nothing(opt, device, fail, monkeypatch) -> None:
+def test_memory_that_runs_out_before_a_write_changes_nothing(
+    opt, submodule, device, monkeypatch
+) -> None:
     params, twins = parameters(STATE_SHAPES, device=device), parameters(STATE_SHAPES, device=device)
     optimizer, twin = muon(opt, params), muon(opt, twins)
     optimizer.turn_on_cpu_offload()
     optimizer.fit_state()
     before = kept(optimizer)
-    with monkeypatch.context() as patch, pytest.raises(ArithmeticError, match="planted"):
-        fail(optimizer, patch)
+    lane, error = submodule("optimizers.state.in_host_memory").Lane, MemoryError("planted")
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="planted"):
+        fail_at(patch, lane, "allocate", 1, error)
+        optimizer.step()
     assert not changed(optimizer, before)
-    optimizer.state_dict()
     train(optimizer, params, 2)
     train(twin, twins, 2)
     assert_all_same_bits(kept(optimizer), kept(twin))
-
-
-def test_a_post_hook_that_raises_comes_after_a_whole_step(opt, device) -> None:
-    params, twins = parameters(STATE_SHAPES, device=device), parameters(STATE_SHAPES, device=device)
-    optimizer, twin = muon(opt, params), muon(opt, twins)
-
-    def hook(*_):
-        raise KeyboardInterrupt
-
-    raising = optimizer.register_step_post_hook(hook)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    raising.remove()
-    twin.step()
-    assert_same_state(optimizer, twin)
-    train(optimizer, params, 1)
-    train(twin, twins, 1)
-    assert_same_state(optimizer, twin)
 
 
 def test_host_memory_that_is_filled_in_inference_mode(opt) -> None:

@@ -3,15 +3,10 @@
 import copy
 import itertools
 import pickle
-from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
@@ -72,60 +67,6 @@ def test_gradients_of_any_strides(opt, device, name, layout) -> None:
     make(opt, name, twins, lr=0.1, none_grad=False).step()
     assert_all_same_bits(params, twins)
     assert_all_same_bits([param.grad for param in params], kept)
-
-
-@by_class()
-def test_the_default_dtype_does_not_matter(opt, device, name) -> None:
-    runs = []
-    for default in (torch.float32, torch.float64):
-        torch.set_default_dtype(default)
-        try:
-            params = parameters(SHAPES, device=device)
-            train(make(opt, name, params, weight_decay=0.1, beta2=0.9), params, 2)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        runs.append(params)
-    assert_all_same_bits(*runs)
-
-
-@by_class()
-def test_all_hooks(opt, device, name) -> None:
-    """In torch's order, global ones outside; the first argument is the optimizer itself."""
-    problem = LeastSquares(device)
-    optimizer, calls = make(opt, name, problem.params), []
-
-    def closure():
-        calls.append("closure")
-        return problem.loss()
-
-    def hook(word):
-        return lambda o, args, kwargs: calls.append((word, o is optimizer, len(args)))
-
-    def replace(o, args, kwargs):
-        return (o, closure), kwargs
-
-    handles = [
-        register_optimizer_step_pre_hook(hook("global pre")),
-        register_optimizer_step_post_hook(hook("global post")),
-        optimizer.register_step_pre_hook(hook("pre")),
-        optimizer.register_step_pre_hook(replace),
-        optimizer.register_step_post_hook(hook("post")),
-    ]
-    try:
-        assert optimizer.step() is not None
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert calls == [
-        ("global pre", True, 1),
-        ("pre", True, 1),
-        "closure",
-        ("post", True, 2),
-        ("global post", True, 2),
-    ]
-    calls.clear()
-    optimizer.step()
-    assert calls == []
 
 
 @by_input
@@ -377,19 +318,6 @@ def test_hooks_of_load_state_dict(opt, device, name) -> None:
     assert calls == ["first", "second", 0.25]
     assert_equal(loaded.state_dict(), saved)
     assert len(loaded._optimizer_load_state_dict_pre_hooks) == 0
-
-
-@by_class()
-def test_a_state_dict_may_be_an_ordered_dict(opt, device, name) -> None:
-    """torch.distributed's checkpoints hand over their own kinds of mappings and sequences."""
-    problem, optimizer = stepped(opt, device, name)
-    saved = OrderedDict(optimizer.state_dict())
-    saved["state"] = OrderedDict((k, OrderedDict(v)) for k, v in saved["state"].items())
-    saved["param_groups"] = tuple(OrderedDict(group) for group in saved["param_groups"])
-    twin = problem.copy()
-    loaded = make(opt, name, twin.params)
-    loaded.load_state_dict(saved)
-    assert_continues(problem, optimizer, twin, loaded)
 
 
 @pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")

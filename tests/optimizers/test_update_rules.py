@@ -298,29 +298,6 @@ def test_the_size_of_gradients_changes_no_update(opt, device, name, scale, dtype
         assert_error_at_most(other.detach(), one.detach(), 1e-10)
 
 
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_options_are_read_at_every_step(opt, device, name) -> None:
-    """Switched on between steps; gradients stay as they were; state keeps its keys."""
-    ours, twins = parameters([(12, 8)], device=device), parameters([(12, 8)], device=device)
-    optimizer = getattr(opt, name)([{"kind": "muon", "params": ours, "lr": 0.005}])
-    other = getattr(opt, name)([{"kind": "muon", "params": twins, "lr": 0.005, **JULY}])
-    optimizer.param_groups[0].update(JULY)
-    for seed in range(3):
-        new_gradients(ours, seed=seed)
-        new_gradients(twins, seed=seed)
-        kept = ours[0].grad.clone()
-        optimizer.step()
-        other.step()
-        assert_same_bits(ours[0].grad, kept)
-    assert_same_bits(ours[0].detach(), twins[0].detach())
-    plain = getattr(opt, name)([{"kind": "muon", "params": parameters([(12, 8)]), "lr": 0.005}])
-    plain.step()
-    assert plain.state_dict()["state"][0].keys() == optimizer.state_dict()["state"][0].keys()
-    optimizer.param_groups[0]["renormalize"] = 1
-    with pytest.raises(TypeError, match="group 0: renormalize must be True or False, got 1"):
-        optimizer.step()
-
-
 def test_of_groups_that_say_nothing(opt) -> None:
     params = parameters([(4, 3), (3, 4), (3,)])
     groups = [{"kind": "muon", "params": params[:1], "lr": 0.1}]

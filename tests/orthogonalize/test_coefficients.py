@@ -275,23 +275,6 @@ def test_python_rows_are_those_of_the_package(opt) -> None:
     assert "divide X by 1.05" in result.stdout
 
 
-def test_rows_of_a_named_set() -> None:
-    result = derive("--set", "keller_jordan", "--lower", "0.01")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("(3.4445, -4.775, 2.0315),") == 5
-    assert "[0.682, 1.134], slope 485" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(("--set", "you", "--steps", "6"), "5 steps"), (("--lower", "0"), "lower must be in (0, 1]")],
-)
-def test_errors_are_messages(arguments, words) -> None:
-    result = derive(*arguments)
-    assert result.returncode == 2
-    assert words in result.stderr and "Traceback" not in result.stderr
-
-
 def test_gram_polynomials_are_a_best_fit() -> None:
     """Within the allowed error, lifts by rounding included; a refit gains next to nothing."""
     options = ("--iterations", "8", "--points", "160")

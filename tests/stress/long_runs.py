@@ -1,8 +1,8 @@
 """What `make fuzz` and `make soak` run: a test per call, mesh and episode, of SEED and onwards.
 
 Fuzz: random valid and invalid calls of every public function, and plans on random meshes. A call
-may give what the reference gives, or raise ValueError, TypeError or what its documentation lists,
-with a message that names an argument; nothing that it only reads may change. All else is a finding:
+may give something finite, or raise ValueError, TypeError or what its documentation lists, with a
+message that names an argument; nothing that it only reads may change. All else is a finding:
 another error, a crash, a call that takes too long.
 
 Soak: random events happen to optimizers for thousands of steps, nine tenths of one process and a

@@ -21,7 +21,7 @@ def package(opt, tmp_path) -> Package:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_valid_calls_are_right(package, name, monkeypatch) -> None:
+def test_valid_calls_are_taken(package, name, monkeypatch) -> None:
     monkeypatch.setattr(_cases, "VALID_RATE", 1.0)
     monkeypatch.setattr(_cases, "CALLS", {name: CALLS[name]})
     assert {_cases.play(package, number) for number in range(3)} <= {"right", "refused"}
@@ -74,7 +74,7 @@ def _write_and_refuse(x: torch.Tensor) -> None:
 
 
 def _wrong(result: Any) -> None:
-    raise DifferenceError("not what the reference says")
+    raise DifferenceError("not finite")
 
 
 REFUSES = _raise(ValueError("x must be two"))
@@ -84,7 +84,7 @@ DEFECTS = {
     "a message without the argument": lambda: judged(_raise(ValueError("bad input"))),
     "an input that changes": lambda: judged(_write),
     "an output that changes before a refusal": lambda: judged(_write_and_refuse, written=("x",)),
-    "a result that is not the reference's": lambda: judged(lambda x: x, (), check=_wrong),
+    "a result that fails its check": lambda: judged(lambda x: x, (), check=_wrong),
     "a refusal of valid arguments": lambda: judged(REFUSES, ()),
 }
 

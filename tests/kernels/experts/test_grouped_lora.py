@@ -128,28 +128,6 @@ def test_what_is_not_wanted_is_empty(submodule, ops, device, name, wants, path):
         assert torch.equal(one, of_both) if wanted else one.numel() == 0
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("grouped_out", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_forward_results(submodule, ops, device, path, grouped_out):
-    """y and the scaled xa of every slot; zero where an id names no expert."""
-    problem = operands(submodule, device)
-    y, xa = ops.grouped_lora_forward(*forward_arguments(problem, path, grouped_out))
-    wide = doubles(problem)
-    expected = torch.zeros(TOKENS * TOP_K, N, dtype=torch.float64)
-    low = torch.zeros(TOKENS * TOP_K, RANK, dtype=torch.float64)
-    for slot, token, e in valid_slots(problem):
-        x = wide["x"][token]
-        low[slot] = 0.5 * wide["lora_a"][e] @ x
-        expected[slot] = x @ wide["weight"][e] + wide["lora_b"][e] @ low[slot] + wide["bias"][e]
-    slots = problem["slots"].cpu()
-    assert_error_at_most(y.cpu(), expected[slots] if grouped_out else expected, 1e-6)
-    assert_error_at_most(xa.cpu(), low[slots], 1e-6)
-    invalid = torch.ones(TOKENS * TOP_K, dtype=torch.bool)
-    invalid[[slot for slot, _, _ in valid_slots(problem)]] = False
-    assert (y.cpu()[invalid[slots] if grouped_out else invalid] == 0).all()
-
-
 @pytest.mark.parametrize("path", ["compiled", "measured"])
 def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
     """Paths of the product over packed weights; decoded ones are weights like all others."""
@@ -234,28 +212,6 @@ def test_operands_are_read_in_place(launched):
     assert same_memory(seen["grouped_product"][3], problem["lora_b"])
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("grouped_out", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_dx_results(submodule, ops, device, path, grouped_out):
-    problem = operands(submodule, device)
-    dx, yb, dgates = ops.grouped_lora_dx(*dx_arguments(problem, path, grouped_out))
-    wide = doubles(problem)
-    slots = problem["slots"].cpu()
-    expected = torch.zeros(TOKENS * TOP_K, K, dtype=torch.float64)
-    low = torch.zeros(TOKENS * TOP_K, RANK, dtype=torch.float64)
-    dots = torch.zeros(TOKENS * TOP_K, dtype=torch.float64)
-    for slot, token, e in valid_slots(problem):
-        dy = wide["dy"][slot]
-        low[slot] = 0.5 * dy @ wide["lora_b"][e]
-        through = wide["weight"][e] @ dy + low[slot] @ wide["lora_a"][e]
-        expected[slot] = wide["gates"].reshape(-1)[slot] * through
-        dots[slot] = through @ wide["x"][token] + dy @ wide["bias"][e]
-    assert_error_at_most(dx.cpu(), expected[slots] if grouped_out else expected, 1e-6)
-    assert_error_at_most(yb.cpu(), low[slots], 1e-6)
-    assert_error_at_most(dgates.cpu(), dots, 1e-6)
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
     problem = operands(submodule, device)
@@ -263,30 +219,6 @@ def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
     dx, again, gates_again = ops.grouped_lora_dx(*dx_arguments(problem, path, wants_dx=False))
     assert dx.shape == (0, K)
     assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("path", PATHS)
-def test_dab_results(submodule, ops, device, path):
-    """Exact zeros of expert 1, which has no rows; the strides of the parameters (PEFT's B)."""
-    problem = operands(submodule, device)
-    given = dab_arguments(problem, path)
-    da, db = ops.grouped_lora_dab(*given)
-    wide = doubles(problem)
-    xa, yb = given[2].double().cpu(), given[3].double().cpu()
-    expected_a = torch.zeros(da.shape, dtype=torch.float64)
-    expected_b = torch.zeros(db.shape, dtype=torch.float64)
-    rows = problem["rows"].cpu()
-    for slot, token, e in valid_slots(problem):
-        gate = wide["gates"].reshape(-1)[slot]
-        expected_a[e] += gate * torch.outer(yb[rows[slot]], wide["x"][token])
-        expected_b[e] += gate * torch.outer(wide["dy"][slot], xa[rows[slot]])
-    assert {e for _, _, e in valid_slots(problem)} == set(range(EXPERTS)) - {1}
-    for found, expected, factor in ((da, expected_a, "lora_a"), (db, expected_b, "lora_b")):
-        assert_error_at_most(found.cpu(), expected, 1e-6)
-        assert_same_bits(found[1].contiguous(), torch.zeros_like(found[1]).contiguous())
-        assert found.stride() == problem[factor].stride() and found.dtype == torch.float32
-    assert db.stride() == (1, RANK * EXPERTS, EXPERTS)
 
 
 @pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ..._compare import assert_error_at_most, assert_same_bits
 from ...conftest import module_fixture
+from ...moe._eager import LayerProblem, eager_activation
 
 module = module_fixture("kernels.experts.expert_sort")
 over_rows = module_fixture("kernels.experts.rows")
@@ -234,18 +234,12 @@ def test_strides_and_repeats(over_rows, device, path):
     assert_same_bits(again, expected)
 
 
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 40), (7, 0)])
 @pytest.mark.parametrize("path", PATHS)
-def test_no_tokens(over_rows, device, path):
-    y, gates, rows, offsets = problem(device, torch.float32, tokens=0, valid=0)
+def test_no_tokens_or_columns(over_rows, device, path, tokens, columns):
+    y, gates, rows, offsets = problem(device, torch.float32, tokens, n=columns, valid=2 * tokens)
     out = over_rows.combine(y, gates, rows, offsets, 3, backend=path)
-    assert out.shape == (0, 40)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_no_columns(over_rows, device, path):
-    y, gates, rows, offsets = problem(device, torch.float32)
-    out = over_rows.combine(y[:, :0], gates, rows, offsets, 3, backend=path)
-    assert out.shape == (len(gates), 0)
+    assert out.shape == (tokens, columns)
 
 
 def test_what_combine_refuses(over_rows, device):
@@ -265,27 +259,6 @@ def test_what_combine_refuses(over_rows, device):
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 
-def gated_by_hand(gate_up, activation, interleaved):
-    """The definition in float64, written apart from the shipped reference."""
-    half = gate_up.shape[1] // 2
-    gate, up = (
-        (gate_up[:, 0::2], gate_up[:, 1::2])
-        if interleaved
-        else (gate_up[:, :half], gate_up[:, half:])
-    )
-    if activation == "gpt_oss":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
-    act = {
-        "silu": lambda g: g / (1 + torch.exp(-g)),
-        "gelu": lambda g: 0.5 * g * (1 + torch.erf(g / 2**0.5)),
-        "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
-        "relu": torch.relu,
-        "relu2": lambda g: torch.relu(g) ** 2,
-    }[activation]
-    return act(gate) * up
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -298,7 +271,8 @@ def test_value_and_gradient(over_rows, device, path, activation, interleaved, dt
     leaf, exact = drawn.clone().requires_grad_(), drawn.double().requires_grad_()
     grad = torch.randn(5, 13, generator=generator).to(device, dtype)
     actual = over_rows.glu(leaf, activation, interleaved=interleaved, backend=path)
-    expected = gated_by_hand(exact, activation, interleaved)
+    form = LayerProblem(activation=activation, interleaved=interleaved)
+    expected = eager_activation(form, exact)
     assert actual.dtype == dtype
     budget = 2 * torch.finfo(dtype).eps
     assert_error_at_most(actual, expected, budget)
