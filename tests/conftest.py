@@ -245,17 +245,16 @@ class SkipLedger:
     pytest_runtest_logreport = record
     pytest_collectreport = record
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def expected(self) -> set[str]:
         lines = self.expected_file.read_text().splitlines()
-        expected = {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
-        skipped = self.config.stash[SKIPPED]
-        if skipped != expected and session.exitstatus in (0, 5):
+        return {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.config.stash[SKIPPED] != self.expected() and session.exitstatus in (0, 5):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        lines = self.expected_file.read_text().splitlines()
-        expected = {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
-        skipped = self.config.stash[SKIPPED]
+        expected, skipped = self.expected(), self.config.stash[SKIPPED]
         for node in sorted(skipped - expected):
             terminalreporter.write_line(f"SKIPPED BUT NOT LISTED in {self.expected_file}: {node}")
         for node in sorted(expected - skipped):

@@ -72,17 +72,6 @@ def facade_findings(package: Path) -> list[str]:
     ]
 
 
-def public_names(package: Path) -> list[str]:
-    """The literal `__all__` of the package; empty where there is none."""
-    path = package / "__init__.py"
-    if not path.is_file():
-        return []
-    for node in parse(path).body:
-        if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]:
-            return _literal_names(node.value) or []
-    return []
-
-
 def nested_name_findings(package: Path) -> list[str]:
     """Nothing directly inside the package may carry the package's name."""
     return [
@@ -218,15 +207,6 @@ def _is_the_id(shown: str, repo_id: str) -> bool:
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [ast.unparse(target) for target in targets]
-
-
-def _literal_names(node: ast.expr) -> list[str] | None:
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return None
-    good = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return value if good else None
 
 
 def _is_docstring(node: ast.stmt) -> bool:

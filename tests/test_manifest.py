@@ -1,4 +1,4 @@
-"""One name per operation: build.toml, sources, bindings, Python, tests and documents agree."""
+"""One name per operation: build.toml, sources, bindings, Python, tests and the op table agree."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 import tomllib
 
 from ._project import ROOT, assert_found, assert_none, parse, write_files
-from .test_hub_rules import defined_ops, public_names
+from .test_hub_rules import defined_ops
 
 pytestmark = pytest.mark.static
 
@@ -156,25 +156,6 @@ def _references(project: Project) -> set[str]:
     }
 
 
-def document_findings(project: Project) -> list[str]:
-    """Every public name stands in code of README.md or of a page that is not in docs/dev/."""
-    readme = project.text("README.md")
-    if readme is None:
-        return ["README.md is missing"]
-    dev = project.root / "docs" / "dev"
-    pages = [
-        path.read_text(encoding="utf-8")
-        for path in project.root.glob("docs/**/*.md")
-        if dev not in path.parents
-    ]
-    code = _code("\n".join([readme, *pages]))
-    return [
-        f"{name}: is in __all__, but in no code of README.md or a page for users"
-        for name in public_names(project.package)
-        if not re.search(rf"\b{re.escape(name)}\b", code)
-    ]
-
-
 def op_table_findings(project: Project) -> list[str]:
     """The table requested name | op | CUDA source | Triton source names what exists, all of it."""
     text = project.text(document := "docs/dev/ops.md")
@@ -270,17 +251,10 @@ def pin_findings(project: Project) -> list[str]:
     return findings if used else [".pre-commit-config.yaml: pins no tool"]
 
 
-def _code(markdown: str) -> str:
-    """The code of a document: fenced blocks and `spans`."""
-    fences = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
-    rest = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join(fences + re.findall(r"`([^`\n]+)`", rest))
-
-
 SOURCE, BIND, PYTHON = source_findings, binding_findings, python_findings
-DOCUMENT, TABLES = document_findings, op_table_findings
+TABLES = op_table_findings
 CHANGES, PIN = changelog_findings, pin_findings
-CHECKS = (SOURCE, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
+CHECKS = (SOURCE, BIND, PYTHON, TABLES, CHANGES, PIN)
 
 TABLE = """
 | requested name | op | CUDA source | Triton source |
@@ -326,7 +300,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     "kernels-src/sum/sum.cu": "",
     "kernels-src/sum/sum_sm90.cu": "",
     "kernels-src/cpu/sum.cpp": "",
-    "torch-ext/toy/__init__.py": "from .chain import chain\n__all__ = ['chain']\n",
+    "torch-ext/toy/__init__.py": "",
     "torch-ext/toy/chain.py": (
         "@custom_op(add_op_namespace_prefix('chain'), mutates_args=())\ndef chain(x): ...\n"
     ),
@@ -336,7 +310,6 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     "torch-ext/toy/kernels/sum_triton.py": "",
     "torch-ext/toy/reference/math.py": "def sum(x): ...\n",
     "tests/kernels/test_sum.py": "sum(x)\n",
-    "README.md": "Call `chain`.\n",
     "docs/dev/ops.md": TABLE.replace("sum.cu`", "sum.cu`, `kernels-src/sum/sum_sm90.cu`"),
     "CHANGELOG.md": "# Changes\n\n## Version 3\n\n## Version 2\n",
     ".pre-commit-config.yaml": "additional_dependencies: [ruff==1.2.3]\n",
@@ -389,9 +362,6 @@ BREAKS = [  # the rule, a file, its old text (None: all of it), the new (None: n
     (PYTHON, "torch-ext/toy/kernels/sum.py", None, None, "calls ops.sum"),
     (PYTHON, "tests/kernels/test_sum.py", None, None, "test_*.py names it"),
     (PYTHON, "torch-ext/toy/reference/math.py", None, None, "no function sum"),
-    (DOCUMENT, "README.md", None, None, "README.md is missing"),
-    (DOCUMENT, "README.md", None, "Call chain.", "chain: is in __all__"),
-    (DOCUMENT, "torch-ext/toy/__init__.py", "chain", "fold", "fold: is in __all__"),
     (TABLES, PAGE, None, None, "docs/dev/ops.md is missing"),
     (TABLES, PAGE, None, "Call `chain`.", "has no table"),
     (TABLES, PAGE, "| `chain` | `chain`", "| `chain` | `fold`", "lacks chain"),

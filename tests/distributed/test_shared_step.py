@@ -63,14 +63,6 @@ def test_many_ranks_equal_one(ranks, world, device) -> None:
         assert compared > 4 * len(cases)
 
 
-def test_state_in_host_memory_changes_no_bit_and_equals_one(ranks, world, device) -> None:
-    """Momentum of a chunk is here for its first stage alone."""
-    generator = random.Random(50 + world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 3)]
-    for compared in ranks(world).run(compare, cases, True):
-        assert compared > 4 * len(cases)
-
-
 NAMES = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
 SHAPES = ((12, 6), (4, 6))  # three query heads of four rows, one key head
 CONFIG = {"q_indices": [0, 1, 2], "k_indices": [0, 0, 0], "head_dim": 4, "threshold": 10.0}

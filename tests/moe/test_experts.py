@@ -40,12 +40,6 @@ def test_error_against_float64(moe, device, problem, dtype):
     assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
 
 
-@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
-    problem = LayerProblem(96, dtype=lora_dtype, lora_dtype=lora_dtype)
-    assert_layer_close_to_eager(moe, device, problem)
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_router_weights_of_any_dtype(moe, device, dtype, backend):

@@ -264,20 +264,6 @@ def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
     assert_same_bits(layer.call(), base)
 
 
-def test_switching_between_adapters(moe, device, layer):
-    """An adapter on down alone leaves gate_up at its base."""
-    first = layer.call()
-    layer.expert_lora.set_adapter("other")
-    assert layer.expert_lora["gate_up"].active is None
-    assert layer.expert_lora["down"].active == "other"
-    assert relative_error(layer.call(), first) > 0.01
-    layer.expert_lora.set_adapter("default")
-    assert_same_bits(layer.call(), first)
-    with pytest.raises(ValueError, match="adapter 'missing' is unknown"):
-        layer.expert_lora.set_adapter("missing")
-    assert_same_bits(layer.call(), first)
-
-
 @pytest.mark.parametrize("keep_on", [None, "cpu"])
 def test_merged_layer(moe, device, layer, keep_on):
     base = {name: p.clone() for name, p in layer.named_parameters(recurse=False)}

@@ -28,11 +28,6 @@ def test_equals_float64(case, results) -> None:
         assert not _cases.verdict(case, of_rank[case.name], _cases.PLAIN), f"on rank {rank}"
 
 
-def test_cases_would_notice_another_path(results) -> None:
-    case = _cases.cases(_cases.CPU)[0]
-    assert _cases.verdict(case, results[0][case.name], _cases.FUSED)
-
-
 @on_ranks(2)
 def test_matrices_that_share_a_gather(opt) -> tuple:
     made = torch.Generator().manual_seed(distributed.get_rank())
