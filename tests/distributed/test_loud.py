@@ -343,42 +343,41 @@ def test_auto_predicts_before_it_measures(ranks, config, reason, strict) -> None
     assert reasons.pop().startswith(reason) and not reasons
 
 
-def auto_cannot(opt: Any, at: str, config: dict[str, Any]) -> tuple[str, set[str], list[str]]:
-    """What "auto" raises, reports and says of memory that it tried to set up."""
-    names = "transport", "choose_transport"
-    transport, policy = (module_of(opt, f"distributed.{name}") for name in names)
-    policy._say_once.cache_clear()
-    Failing.at, params = at, on_all("S0")
-    with pytest.MonkeyPatch.context() as patch, messages_of(policy.logger) as lines:
-        patch.setattr(transport.GroupTransport, "memory", Failing)
-        if at == "calibration" and distributed.get_rank() == 1:
-            patch.setattr(transport.GroupTransport, "_room_for", Failing.no_room)
-        patch.setattr(policy, "LINK_RATE", 1e15)
-        config = {"timeout_ms": 500, **config}
-        optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**config))
-        give(params, gradients(params, 0))
-        raised = message_of(optimizer.step)
-    reasons = {row["reason"] for row in optimizer.comm_report()}
-    assert {row["transport"] for row in optimizer.comm_report()} == {"gloo"}
-    return raised, reasons, lines
-
-
 @pytest.mark.dist
 @pytest.mark.sees_defect('what fails while memory is set up for "auto" is silent')
 @pytest.mark.parametrize("what", ["no room", "rendezvous failed", "few slots", "calibration"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_auto_says_what_fails(ranks, what, strict) -> None:
+@on_ranks(2)
+def test_auto_says_what_fails(opt: Any, what, strict) -> Any:
     no_messages = "no room to calibrate (rank 1: OutOfMemoryError: no room for messages)"
     at, options, said = NOT_THERE.get(what, (what, {}, no_messages))
-    found = ranks(2).run(auto_cannot, at, {**options, "strict": strict})
-    raised, (reason,), lines = same_everywhere(found)
+    transport = module_of(opt, "distributed.transport").GroupTransport
+    policy = module_of(opt, "distributed.choose_transport")
+    policy._say_once.cache_clear()
+    Failing.at, params = at, on_all("S0")
+    with pytest.MonkeyPatch.context() as patch, messages_of(policy.logger) as lines:
+        patch.setattr(transport, "memory", Failing)
+        if at == "calibration" and distributed.get_rank() == 1:
+            patch.setattr(transport, "_room_for", Failing.no_room)
+        patch.setattr(policy, "LINK_RATE", 1e15)
+        config = opt.DistributedConfig(timeout_ms=500, strict=strict, **options)
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        raised = message_of(optimizer.step)
+    (reason,) = {row["reason"] for row in optimizer.comm_report()}
+    assert {row["transport"] for row in optimizer.comm_report()} == {"gloo"}
     assert said in reason
     expected = f"CommUnavailable: transport='auto' cannot be taken: {reason}"
     assert raised == (expected if strict else "none")
     assert len(lines) == (not strict) and all(reason in line for line in lines)
+    return reason, lines
 
 
-def auto_alone(opt: Any, shares: bool) -> set[str]:
+@pytest.mark.dist
+@pytest.mark.sees_defect("a rank that loads state alone asks others, which go on with their plan")
+@pytest.mark.parametrize("shares", [False, True])
+@on_ranks(2)
+def test_one_rank_goes_on_with_collectives(opt: Any, shares) -> None:
     """One rank loads state between steps that take collectives."""
     params = on_all("S0")
     policy = module_of(opt, "distributed.choose_transport")
@@ -393,14 +392,7 @@ def auto_alone(opt: Any, shares: bool) -> set[str]:
             if step == 0 and distributed.get_rank() == 1:
                 optimizer.load_state_dict(optimizer.state_dict())
     assert_as_alone(opt, params, 3)
-    return {row["reason"].split(":")[0] for row in optimizer.comm_report()}
-
-
-@pytest.mark.dist
-@pytest.mark.sees_defect("a rank that loads state alone asks others, which go on with their plan")
-@pytest.mark.parametrize("shares", [False, True])
-def test_one_rank_goes_on_with_collectives(ranks, shares) -> None:
-    reasons = same_everywhere(ranks(2).run(auto_alone, shares))
+    reasons = {row["reason"].split(":")[0] for row in optimizer.comm_report()}
     assert reasons == {"duty above crossover" if shares else "no CUDA peers"}
 
 

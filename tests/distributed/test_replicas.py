@@ -10,7 +10,7 @@ import pytest
 from torch import distributed
 
 from ._cases import bits
-from ._ranks import on_ranks, same_everywhere
+from ._ranks import on_ranks
 from .test_agreement import here
 from .test_sharing import (
     give,
@@ -187,27 +187,27 @@ def test_a_rank_that_comes_late_hears_what_the_others_found(ranks) -> None:
         assert "ranks 0, 1, 2 hold the same parameters with different gradients" in second
 
 
-def in_a_group(opt, told: str | None, equal: bool, seed_apart: int = 0) -> tuple[str, bool]:
+@pytest.mark.parametrize(
+    ("told", "equal", "seed_apart", "said"),
+    [
+        (None, False, 0, "hold the same parameters with different gradients"),
+        (None, True, 0, ""),
+        ("reduced", False, 0, ""),
+        # Neither DistributedDataParallel nor a common seed: no reason to leave each other alone.
+        (None, False, 1, "of process_group hold different parameters"),
+        (None, True, 1, "of process_group hold different parameters"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_of_a_group_are_compared_in_the_first_step(opt, told, equal, seed_apart, said) -> Any:
     params = plain_params(SHAPES, seed_apart * here()[0])
     optimizer = optimizer_of(opt, params, gradients=told, process_group=distributed.group.WORLD)
     give(params, gradients(params, 1 if equal else 10 + here()[0]))
-    return outcome(optimizer, params)
-
-
-def test_ranks_of_a_group_compare_gradients_in_the_first_step(ranks) -> None:
-    message, written = same_everywhere(ranks(2).run(in_a_group, None, False))
-    assert message.startswith("ranks 0, 1 hold the same parameters with different gradients")
-    assert "gradients='unreduced'" in message and not written
-    assert same_everywhere(ranks(2).run(in_a_group, None, True)) == ("none", True)
-    assert same_everywhere(ranks(2).run(in_a_group, "reduced", False)) == ("none", True)
-
-
-@pytest.mark.parametrize("equal", [False, True])
-def test_ranks_of_a_group_hold_the_same_parameters(ranks, equal) -> None:
-    """Neither DistributedDataParallel nor a common seed: no reason to leave each other alone."""
-    message, written = same_everywhere(ranks(2).run(in_a_group, None, equal, 1))
-    assert message.startswith("ranks 0, 1 of process_group hold different parameters")
-    assert "Broadcast" in message and "DistributedDataParallel" in message and not written
+    message, written = outcome(optimizer, params)
+    assert message.startswith(f"ranks 0, 1 {said}" if said else "none") and written == (not said)
+    assert ("gradients='unreduced'" in message) == ("gradients" in said)
+    assert ("Broadcast" in message and "DistributedDataParallel" in message) == bool(seed_apart)
+    return message
 
 
 def test_a_single_process_compares_nothing(opt) -> None:

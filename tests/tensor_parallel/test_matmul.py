@@ -10,7 +10,7 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_error_at_most
-from ..distributed._ranks import on_ranks, same_everywhere
+from ..distributed._ranks import on_ranks
 from . import _cases
 
 ON_CPU = "symmetric memory is CUDA's, and the tensors are not on a CUDA device"
@@ -173,8 +173,9 @@ def test_second_gradients_are_refused(opt) -> None:
                 grad.sum().backward()
 
 
-def _uneven(opt) -> list:
-    """What decides between the paths, where each rank has columns and inner sizes of its own."""
+@on_ranks(2)
+def test_ranks_with_uneven_matrices_choose_one_path(opt) -> list:
+    """By what all ranks know, where each has columns and inner sizes of its own."""
     tp, asked = opt.tensor_parallel, []
     ops = sys.modules[f"{tp.__name__}.ops"]
     mine = 16 * (1 + distributed.get_rank())
@@ -191,11 +192,8 @@ def _uneven(opt) -> list:
                 (h,) = tp.all_gather_matmul(x, [w], dim, scaling=scaling)
                 assert h.shape[-1] == mine
                 tp.matmul_reduce_scatter(h, v, "sum", dim, scaling=scaling).sum().backward()
+    assert len(asked) == 24
     return asked
-
-
-def test_ranks_with_uneven_matrices_choose_one_path(ranks) -> None:
-    assert len(same_everywhere(ranks(2).run(_uneven))) == 24
 
 
 @on_ranks(2)
