@@ -258,14 +258,8 @@ def test_dry_run_prints_and_sends_nothing(checkout: Path, capsys, monkeypatch):
     assert publish.main([*arguments, "--allow-local-build"]) == 0
     output = capsys.readouterr().out
     files = metadata_of(variant_of(checkout))["digest"]["files"]
-    assert f"{len(files)} digests verified; metadata.json carries these" in output
     assert len(re.findall(r"^ *[\d,]+  verified ", output, re.M)) == len(files)
-    assert re.findall(r"^ *[\d,]+  no digest  (.*)$", output, re.M) == [
-        f"build/{variant_of(checkout).name}/metadata.json",
-        "README.md",
-    ]
     assert "dry run: nothing was sent" in output
-    assert f"{(variant_of(checkout) / '_ops.py').stat().st_size:,}" in output
 
 
 def test_card_is_filled(checkout: Path, repo_id: str):

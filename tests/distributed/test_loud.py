@@ -444,12 +444,6 @@ def sizes_of(opt):
     return made
 
 
-def test_equal_parts_are_not_padded(nccl_ce, sizes_of) -> None:
-    split = nccl_ce.split_of(sizes_of([[64] * 4] * 4), 0, 2)
-    assert (split.bytes, split.padded) == (64, False)
-    assert nccl_ce.windows([split], 4) == 256
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_padded_parts_arrive(nccl_ce, sizes_of, seed) -> None:
     """Every rank packs its window, equal parts change places, every rank takes its window apart."""
@@ -594,17 +588,3 @@ def test_ranks_agree_before_they_register(ranks) -> None:
     (here, calls), (there, failed) = ranks(2).run(settled, "connected")
     assert here == there and "window not registered (rank 1: " in here
     assert (calls, failed) == ([*begun, "closed"], ["made", "closed"])
-
-
-def test_closing_lets_go_of_windows_and_communicator(nccl_ce, monkeypatch) -> None:
-    calls = []
-    backend = SimpleNamespace(deregister_mem_pool=lambda pool: calls.append(pool))
-    group = SimpleNamespace(_get_backend=lambda device: backend)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
-    monkeypatch.setattr(distributed, "destroy_process_group", calls.append)
-    one = object.__new__(nccl_ce.CopyEngineCollectives)
-    one._group, one._device, one._pool, one._registered = group, "cuda:0", "pool", True
-    one._leaving = one._arriving = torch.empty(0)
-    one.close()
-    assert calls == ["waited", "pool", group]
-    assert one._leaving is one._arriving is one._pool is None

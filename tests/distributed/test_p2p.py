@@ -554,13 +554,6 @@ def test_the_handshake_sees_a_wrong_arena(opt) -> None:
     assert late[0] == "rank 1 wrote nothing within 200 ms"
 
 
-def test_a_closed_arena_lets_go(opt) -> None:
-    transports = threads_of(opt, [[[16] * 2] * 2], 2)
-    transports[0].arena.close()
-    transports[0].arena.close()
-    assert not transports[0].arena._memories
-
-
 @pytest.mark.sees_defect("a captured exchange waits for one number in all replays")
 def test_an_exchange_is_not_captured(opt, monkeypatch) -> None:
     (one, _) = threads_of(opt, [[[16] * 2] * 2], 2)

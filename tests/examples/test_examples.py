@@ -257,13 +257,6 @@ def test_gpu_without_a_variant_of_its_own(
         assert words in done.stderr
 
 
-def test_unswept_rates_are_called_so(finished: Path, corpus: Path, forked, tmp_path: Path) -> None:
-    assert "rates not swept for this model" in (finished / "table.md").read_text()
-    given = ("--lr-adamw", "0.01", "--lr-muon", "0.02")
-    done = forked(tmp_path, "--corpus", corpus, "--steps", 10, *given)
-    assert done.returncode == 0 and "not swept" not in done.stdout
-
-
 @pytest.fixture(scope="module")
 def example():
     """`example("qlora_moe")` -> that module."""
@@ -405,14 +398,6 @@ def test_base_and_lora_learn(finetuned: Path) -> None:
         assert len(runs[name]["train"]) == steps
         losses = [loss for _, loss in runs[name]["held_out"]]
         assert losses[-1] < losses[0] - gain  # nats per byte
-
-
-def test_bar_plot_and_table(finetuned: Path, repo_id: str) -> None:
-    printed = (finetuned / "printed.txt").read_text()
-    for words in (f"{repo_id} version 1, torch-stable-abi", "LoRA: 100%", "held-out loss: base"):
-        assert words in printed
-    pixels = image.imread(finetuned / "loss.png")
-    assert ((pixels[..., :3] * 255).round() == (31, 119, 180)).all(axis=-1).sum() > 200  # LoRA's
 
 
 def test_peft_gets_the_losses_that_training_saw(finetuned: Path, example) -> None:

@@ -255,15 +255,14 @@ def test_what_has_no_4_bits_is_left_alone(opt, device) -> None:
         assert one.config._experts_implementation == "eager"
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_experts_in_host_memory(opt, device, tmp_path, reentrant) -> None:
+def test_experts_in_host_memory(opt, device, tmp_path) -> None:
     """Gradient checkpointing over offloaded experts: the same bits, and they can be saved."""
     model = build("qwen3_moe", num_hidden_layers=3).to(device)
     opt.integrations.attach_lora(model, r=3, lora_alpha=7, quantize="nf4")
     set_random_lora(model)
     model.train()
     model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
 
     _, expected = step(model)
     offload = opt.moe.ExpertOffload(model)
