@@ -126,7 +126,7 @@ test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE
 	$(LINKS) $(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
 
 test-symm:  ## messages and products through symmetric memory: 2 and 4 processes on the GPUs there are, one is enough (OUT=folder: logs)
-	$(SYMM_ENV) OMP_NUM_THREADS=1 OUT="$(OUT)" python3 -m pytest -q -rA --device cuda $(ARGS) $(SYMM_SUITE)
+	$(SYMM_ENV) OMP_NUM_THREADS=1 OUT="$(OUT)" python3 tools/symm_parts.py -q -rA --durations 9 --device cuda $(ARGS) $(SYMM_SUITE)
 
 soak: $(READY)  ## random events happen to optimizers for STEPS=10000 steps, a tenth of them on four ranks
 	STEPS_ALONE=$$(($(STEPS) * 9 / 10)) STEPS_TOGETHER=$$(($(STEPS) / 10)) SEED=$(SEED) OMP_NUM_THREADS=1 \

@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 
 import pytest
 
@@ -12,6 +13,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     named = [name for names in by_hand for name in (names if isinstance(names, tuple) else [names])]
     if "world" in metafunc.fixturenames and "world" not in named:
         metafunc.parametrize("world", metafunc.config.getoption("--ranks"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the part that tools/symm_parts.py runs here."""
+    if (part := os.environ.get("SYMM_PART")) is None:
+        return
+    parts = [item.get_closest_marker("part").args[0] for item in items]
+    if never := set(parts) - set(os.environ["SYMM_PARTS"].split(",")):
+        raise pytest.UsageError(f"tools/symm_parts.py has no part {sorted(never)}")
+    kept = [item for item, of in zip(items, parts, strict=True) if of == part]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests that run many cases have passed."""
+    counted: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", ()):
+        counted.update(dict(report.user_properties))
+    if counted:
+        cases, exchanges = counted["random cases"], counted["exchanges"]
+        terminalreporter.write_line(f"{cases} random cases, {exchanges} exchanges of soaks")
 
 
 @pytest.fixture(scope="package")

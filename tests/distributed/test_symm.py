@@ -2,6 +2,7 @@
 
 It has the bits of the all-to-all; a late or lost rank, another plan, no memory are errors on the
 other ranks. A function runs many cases, since processes are slow to start, and says what failed.
+Parts of them run beside each other: tools/symm_parts.py.
 """
 
 import json
@@ -27,11 +28,18 @@ from .test_p2p import assert_told_in_time, fault, messages_between
 from .test_sharing import local, message_of, module_of
 from .test_unreduced import equals_one_rank
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.part("faults")]
 
 CASES = {2: 45, 4: 35}  # of a batch
 SOAKED = {2: 10000, 4: 2000}
 _KEPT: dict[Any, Any] = {}  # arenas of this rank
+two_ranks = pytest.mark.part("two ranks")
+
+
+def two_or_four(four: str = "four ranks") -> pytest.MarkDecorator:
+    """Parametrizes `count`; the tests of four ranks are of the part `four`."""
+    each = [pytest.param(2, marks=two_ranks), pytest.param(4, marks=pytest.mark.part(four))]
+    return pytest.mark.parametrize("count", each)
 
 
 def write_log(name: str, answers: Any) -> None:
@@ -81,14 +89,15 @@ def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("batch", range(4))
-@pytest.mark.parametrize("count", CASES)
-def test_cases_have_the_bits_of_the_all_to_all(gpu_ranks, count, batch) -> None:
+@two_or_four("random cases of four ranks")
+def test_cases_have_the_bits_of_the_all_to_all(gpu_ranks, record_property, count, batch) -> None:
     """Meshes, shapes, dtypes, wires, options and missing gradients at random."""
     generator = random.Random(300 + 10 * count + batch)
     cases = [Case.random(generator, count, "cuda") for _ in range(CASES[count])]
     answers = gpu_ranks(count).run(compare_cases, cases, timeout=280)
     write_log(f"cases-{count}-{batch}", answers)
     print(f"{count} ranks:", {**answers[0], "failed": len(answers[0]["failed"])})
+    record_property("random cases", answers[0]["cases"])
     for answer in answers:
         assert not answer["failed"], answer["failed"][:3]
         assert answer["cases"] == CASES[count]
@@ -102,7 +111,7 @@ def unreduced_direct(opt: Any, limit: int) -> int:
     return counted["p2p"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@two_or_four()
 @pytest.mark.parametrize("limit", [2**28, 20000])
 def test_unreduced_gradients(gpu_ranks, count, limit) -> None:
     assert min(gpu_ranks(count).run(unreduced_direct, limit)) > 8
@@ -113,7 +122,7 @@ def in_backward(opt: Any, pushed: int, silent: tuple[int, ...]) -> dict[str, int
         return trained(opt, 1, 1, True, pushed, silent)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@two_or_four()
 @pytest.mark.parametrize(
     ("pushed", "silent"),
     [(0, ()), (2**40, ()), (0, (1, 2))],
@@ -164,7 +173,7 @@ def steady(opt: Any, text: str, wire: torch.dtype, steps: int) -> dict[str, Any]
     return {"replayed": counted["replayed"], "exchanges": direct["p2p"], "rows": rows}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@two_or_four()
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("text", ["S0", "S1", "R"])
 def test_replayed_stages(gpu_ranks, count, wire, text) -> None:
@@ -175,7 +184,7 @@ def test_replayed_stages(gpu_ranks, count, wire, text) -> None:
         assert {row["transport"] for row in answer["rows"]} == {"p2p"}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@two_or_four()
 def test_low_contention_collectives(gpu_ranks, count) -> None:
     answers = gpu_ranks(count).run(collectives)
     assert min(answers) > 80
@@ -250,11 +259,12 @@ def soak(opt: Any, exchanges: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("count", SOAKED)
-def test_a_soak_of_two_arenas(gpu_ranks, count) -> None:
+@two_or_four()
+def test_a_soak_of_two_arenas(gpu_ranks, record_property, count) -> None:
     answers = gpu_ranks(count).run(soak, SOAKED[count], timeout=290)
     write_log(f"soak-{count}", answers)
     print(f"{count} ranks: {SOAKED[count]} exchanges,", answers[0])
+    record_property("exchanges", SOAKED[count])
     assert [answer["wrong"] for answer in answers] == [0] * count
 
 
@@ -298,6 +308,7 @@ def traced(opt: Any) -> dict[str, Any]:
     return found | {"rows": optimizer.comm_report()}
 
 
+@two_ranks
 def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
     """Beside Newton-Schulz: the kernels of the step, a wait per exchange and update, and copies."""
     answers = gpu_ranks(2).run(traced)
@@ -343,7 +354,7 @@ def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
     return found | {"same": same, "names": sorted({event.name for event in events})}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@two_or_four()
 def test_auto_decides_alike_on_all_ranks(gpu_ranks, count) -> None:
     """By the predicted duty, and below its crossover by what rank 0 measured."""
     answers = gpu_ranks(count).run(by_transport, "auto", False)
@@ -357,6 +368,7 @@ def test_auto_decides_alike_on_all_ranks(gpu_ranks, count) -> None:
     assert len(taken) == 1
 
 
+@pytest.mark.part("several GPUs")
 @pytest.mark.parametrize("count", [2, 4])
 def test_copy_engines_of_nccl_have_the_bits_of_the_all_to_all(doomed, count) -> None:
     """On a GPU per rank; NCCL's kernels for an all-to-all are not in the trace."""
@@ -422,6 +434,7 @@ def refused(opt: Any) -> list[str]:
     return found
 
 
+@two_ranks
 def test_no_memory_and_two_plans_are_refused_by_all(gpu_ranks) -> None:
     answers = gpu_ranks(2).run(refused)
     write_log("refused", answers)
@@ -446,6 +459,7 @@ def left_out(opt: Any) -> tuple[str, float]:
     return str(late), seconds
 
 
+@two_ranks
 def test_a_rank_that_does_not_come_is_an_error_in_time(gpu_ranks) -> None:
     (late, seconds), (there, _) = gpu_ranks(2).run(left_out)
     assert (late, there) == ("1", "None")

@@ -8,9 +8,10 @@ from ..conftest import ROOT
 from . import _cases
 from ._gpu_ranks import results_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.part("products")]
 
-SETS = [(2, "shared"), (4, "shared"), (2, "own"), (4, "own")]
+SETS = [(2, "shared"), (4, "shared")]
+SETS += [pytest.param((n, "own"), marks=pytest.mark.part("several GPUs")) for n in (2, 4)]
 # Distance from the owner's result; both are float16 iterates, in another order of sums.
 NEWTON_SCHULZ = 2e-2
 

@@ -1,0 +1,74 @@
+"""`make test-symm`: every test is of a part that runs, and what the parts count is added up."""
+
+import os
+import subprocess
+
+import pytest
+
+from ._checkout import tool
+from .conftest import ROOT
+
+COPIED = ("pytest.ini", "tests/__init__.py", "tests/conftest.py", "tests/distributed/__init__.py")
+COPIED += ("tests/distributed/conftest.py", "tests/distributed/_ranks.py")
+TESTS = """
+import pytest
+pytestmark = pytest.mark.part("faults")
+def test_one(): pass
+@pytest.mark.parametrize("part", [2, pytest.param(4, marks=pytest.mark.part("four ranks"))])
+def test_two(part, record_property):
+    record_property("random cases", 10)
+    record_property("exchanges", part)
+"""
+
+
+def test_a_part_is_the_tests_marked_so(forks, tmp_path) -> None:
+    for file in COPIED:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    suite = tmp_path / "tests" / "distributed" / "test_it.py"
+    suite.write_text(TESTS)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+
+    def run(part: str, parts: str) -> tuple[int, str]:
+        environment = kept | {"SYMM_PART": part, "SYMM_PARTS": parts}
+        options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite))
+        done = forks.run(*options, folder=tmp_path, environment=environment)
+        return done.returncode, done.stdout + done.stderr
+
+    status, output = run("faults", "faults,four ranks")
+    assert status == 0 and "2 passed, 1 deselected" in output
+    assert "\n10 random cases, 2 exchanges of soaks\n" in output
+    status, output = run("faults", "faults,two ranks")
+    assert status != 0 and "has no part ['four ranks']" in output
+
+
+@pytest.mark.parametrize("failing", (None, "products"))
+def test_parts_see_one_gpu_and_are_added_up(monkeypatch, capsys, tmp_path, failing) -> None:
+    parts, seen = tool("symm_parts"), {}
+
+    def run(command, env, stdout, stderr):
+        seen[env["SYMM_PART"]] = env["CUDA_VISIBLE_DEVICES"]
+        stdout.write("10 random cases, 3 exchanges of soaks\n")
+        failed = env["SYMM_PART"] == failing
+        stdout.write("1 failed, " * failed + "2 passed, 9 skipped, 7 deselected in 5.00s (0:05)\n")
+        return subprocess.CompletedProcess(command, 1 if failed else 0)
+
+    monkeypatch.setattr(parts.subprocess, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert parts.main(["-q"]) == (failing is not None)
+    output = capsys.readouterr().out
+    counts = "18 exchanges of soaks, " + "1 failed, " * bool(failing)
+    assert f"{counts}12 passed, 60 random cases, 54 skipped; " in output
+    assert ("failed: products" in output) == bool(failing)
+    assert set(seen) == set(parts.PARTS) and set(seen.values()) == {"4", "6", "4,6"}
+    assert seen["random cases of four ranks"] == "4" and seen["several GPUs"] == "4,6"
+
+
+def test_a_run_of_no_tests_fails(monkeypatch, capsys, tmp_path) -> None:
+    parts = tool("symm_parts")
+    none = subprocess.CompletedProcess((), parts.NO_TESTS)
+    monkeypatch.setattr(parts.subprocess, "run", lambda *_, **options: none)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert parts.main([]) == 1 and "no tests; " in capsys.readouterr().out
