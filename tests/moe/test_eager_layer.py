@@ -283,6 +283,38 @@ def prepared(submodule, monkeypatch):
     return launches
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_all_that_a_forward_keeps_is_one_tensor(
+    moe, submodule, device, taken, by_ops, prepared, forgets
+) -> None:
+    """How it lies is found again where that was forgotten before the backward."""
+    layer, x, ids, gates, grad = PROBLEMS[4].drawn(moe, device, "triton")
+    leaves, saved = {"x": x, "gates": gates, **dict(layer.named_parameters())}, []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    def run() -> dict:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = layer(x, ids, gates)
+        if forgets:
+            submodule("moe.eager_layer")._kept.clear()
+        return results(out, leaves, grad)
+
+    found = run()
+    own = {one.data_ptr() for one in leaves.values()}
+    (kept,) = (one for one in saved if one.data_ptr() not in own)
+    assert kept.dtype == torch.uint8 and kept.ndim == 1
+    patch = by_ops()
+    try:
+        expected = run()
+    finally:
+        patch.undo()
+    for name, value in expected.items():
+        assert_same_bits(found[name], value)
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS[:2] + PROBLEMS[-1:], ids=str)
 def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> None:

@@ -184,6 +184,28 @@ def test_played_on_other_addresses(plans, current, early) -> None:
             assert torch.equal(one, other)
 
 
+def test_results_in_one_tensor(plans, current) -> None:
+    """All but the first, each at an address that is as divisible as one of its own."""
+
+    def run(launch, x, y):
+        add, out = launch(Kernel(), (1,)), [torch.empty(8) for _ in range(4)]
+        for n, one in enumerate(out):
+            add(x, out[n - 1] if n else y, one, 8, 1, 1.0, BLOCK=64)
+        return [out[1], out[3], torch.empty(0), out[0].view(2, 4).T]
+
+    recording = plans.Recording(operands := drawn(8, 8))
+    with recording.on():
+        results = run(plans.launch, *operands)
+    program = recording.program(results, True)
+    described = [(x.shape, x.stride(), x.dtype) for x in results[1:]]
+    expected = run(lambda kernel, grid: kernel[grid], *operands)
+    first, joined = play(program, operands)
+    assert torch.equal(first, expected[0]) and joined.shape == (2 * 512,)
+    for found in (joined, plans._together(expected[1:])):
+        for one, other in zip(plans.apart(found, described), expected[1:], strict=True):
+            assert one.stride() == other.stride() and torch.equal(one, other)
+
+
 @pytest.mark.sees_defect(
     "what one stream writes shares memory with what another reads",
     "        in_order = self.stream is not None and self.stream == other.stream\n",

@@ -31,7 +31,7 @@ from ..kernels.experts.expert_sort import (
 )
 from ..kernels.experts.gated_experts import fuses
 from ..kernels.experts.grouped_lora import ExpertWeights, GatedLayer
-from ..kernels.launch.launch_plan import prepare, replayed, stand_in
+from ..kernels.launch.launch_plan import apart, prepare, replayed, stand_in
 from ..kernels.launch.triton_compile import compiles, in_background
 from .grouped_linear import check_layer, check_path, check_rows
 from .layout import ExpertsLayout, ExpertsLora, Form, LayerLaunches
@@ -46,7 +46,8 @@ _OF_TOKENS = (0, 9, 10)  # places of x, gates and ids, whose first dimension is 
 _MEANS = (2, 4, *(mean for mean, _ in TILE_ROWS), 64, LARGEST_TILE_ROWS)
 
 _begun: set[tuple] = set()
-_MOST_BEGUN = 1024
+_kept: dict[tuple, list[tuple]] = {}  # what forwards keep, by `_kind_of`
+_MOST_BEGUN = _MOST_KEPT = 1024
 
 
 def eager_layer(
@@ -210,9 +211,9 @@ class _Layer(torch.autograd.Function):
 def _run(
     operands: Sequence[Tensor | None], constants: tuple, keeps: bool, wants: tuple[bool, ...]
 ) -> Sequence[Tensor]:
-    """What `_forward` gives; the constants are the launches and the form."""
+    """What `_forward` gives, in one tensor what backward reads, if played; (launches, form)."""
     ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
-    return replayed("experts", _forward, operands, (*constants, keeps), ahead)
+    return replayed("experts", _forward, operands, (*constants, keeps), ahead, keeps)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -266,7 +267,33 @@ def _forward(*arguments: Any) -> list[Tensor]:
     projections = map(launches.checked, (layer.first, layer.second))
     check_layer(layer.x, *projections, order, layer.gates)
     out, *kept = launches.forward(layer, keeps)
-    return [out, *kept, slots, offsets, rows, tiles] if keeps else [out]
+    if not keeps:
+        return [out]
+    kept += [slots, offsets, rows, tiles]
+    if len(_kept) >= _MOST_KEPT:
+        _kept.pop(next(iter(_kept)))
+    found = [(one.shape, one.stride(), one.dtype) for one in kept]
+    _kept[_kind_of(leaves, launches, form)] = found
+    return [out, *kept]
+
+
+def _kind_of(leaves: Sequence[Tensor | None], *constants: Any) -> tuple:
+    """By what the shapes and dtypes differ that a forward keeps."""
+    return *constants, *(None if one is None else (one.shape, one.dtype) for one in leaves)
+
+
+def _kept_by(
+    leaves: Sequence[Tensor | None],
+    frozen: Sequence[Tensor | None],
+    launches: LayerLaunches,
+    form: Form,
+) -> list[tuple]:
+    """Shape, strides and dtype of all that a forward over these leaves keeps."""
+    kind, gates = _kind_of(leaves, launches, form), leaves[-1]
+    if kind not in _kept:  # forgotten since
+        ids = stand_in(gates.shape, gates.stride(), torch.int64, gates.device)
+        prepare(_forward, (*leaves, ids, *frozen), (launches, form, True))
+    return _kept[kind]
 
 
 def _backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
@@ -274,6 +301,8 @@ def _backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
     *operands, launches, form, wants = arguments
     end = len(operands) - launches.frozen
     leaves, kept, frozen = operands[:_LEAVES], operands[_LEAVES:end], operands[end:]
+    if len(kept) == 1:
+        kept = apart(*kept, _kept_by(leaves, frozen, launches, form))
     *kept, slots, offsets, rows, tiles = kept
     tile_rows = tile_rows_for(slots.shape[0], launches.num_experts(leaves[_W1]))
     order = ExpertOrder.of(slots, offsets, rows, tiles, tile_rows, leaves[-1].shape[1])

@@ -32,17 +32,17 @@ import functools
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ... import dispatch
 from ..._ops import ops
 from ..checks import on_device_of
-from .plan_memory import Span, arranged
+from .plan_memory import Span, arranged, next_place
 from .triton_compile import Kernel, Loaded, compile_kernel, specialization
 
 _FROM_PYTHON = "%s is launched from Python in every call: %s"
@@ -163,6 +163,7 @@ def replayed(
     operands: Sequence[Tensor | None],
     constants: tuple,
     ahead: Callable[[], None] | None = None,
+    joins: bool = False,
 ) -> Sequence[Tensor]:
     """function(*operands, *constants), whose launches are recorded once and played.
 
@@ -172,6 +173,9 @@ def replayed(
         operands: What it reads; the first is a tensor on the device of all.
         constants: Hashable.
         ahead: Called before a recording: to `prepare` what will be called later.
+        joins: Give all results but the first as one tensor, which `apart` takes apart. Each tensor
+            of a call takes the host some microseconds: to allocate, wrap, save, read and let go.
+            Where nothing can be played they come as the function gives them.
     """
     present = [x for x in operands if x is not None]
     if not _plays(present[0].device) or getattr(_here, "recording", None) is not None:
@@ -186,7 +190,9 @@ def replayed(
         tag = _tags.setdefault(key, next(_numbers))
     try:
         played = ops.launch_plan(present, tag, ())
-        if not played and _recorded(name, function, operands, constants, present, tag, ahead):
+        if not played and _recorded(
+            name, function, operands, constants, present, tag, ahead, joins
+        ):
             played = ops.launch_plan(present, tag, ())
     except RuntimeError as error:
         if _NO_MEMORY not in str(error):
@@ -195,7 +201,34 @@ def replayed(
     if played:
         return played
     with on_device_of(present[0]):
-        return function(*operands, *constants)
+        results = function(*operands, *constants)
+        return [results[0], _together(results[1:])] if joins else results
+
+
+def apart(joined: Tensor, described: Iterable[tuple]) -> list[Tensor]:
+    """Views of what `replayed` joined.
+
+    Args:
+        joined: (bytes,) uint8.
+        described: Of each tensor its shape, strides and dtype.
+    """
+    found, at = [], 0
+    for sizes, strides, dtype in described:
+        size = _bytes_of(sizes, strides, dtype)
+        flat = joined[at : at + size].view(dtype)
+        found.append(flat.as_strided(sizes, strides, flat.storage_offset()))
+        at += next_place(size)
+    return found
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies, as they lie where results are joined by a plan."""
+    described = [(x.shape, x.stride(), x.dtype) for x in tensors]
+    size = sum(next_place(_bytes_of(*one)) for one in described)
+    joined = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    for x, place in zip(tensors, apart(joined, described), strict=True):
+        place.copy_(x)
+    return joined
 
 
 def prepare(
@@ -215,7 +248,8 @@ def prepare(
     """
     recording = Recording([x for x in operands if x is not None])
     try:
-        with torch.no_grad(), recording.on():
+        # Another recording may be on, of a function that asks what this one gives.
+        with _disable_current_modes(), torch.no_grad(), recording.on():
             return function(*operands, *constants)
     except _NotPlayableError:
         return None
@@ -225,11 +259,16 @@ def stand_in(
     sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """A tensor with an address at which nothing is: for `prepare`, and never to be read."""
-    last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    size = 0 if 0 in sizes else (last + 1) * dtype.itemsize
+    size = _bytes_of(sizes, strides, dtype)
     address = 1 << 60 | next(_stand_ins) % (1 << 22) << 38
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, strides)
+
+
+def _bytes_of(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """From its first element to the end of its last."""
+    last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return 0 if 0 in sizes else (last + 1) * dtype.itemsize
 
 
 @functools.cache
@@ -246,6 +285,7 @@ def _recorded(
     present: list[Tensor],
     tag: int,
     ahead: Callable[[], None] | None,
+    joins: bool,
 ) -> bool:
     """Make the plan of a function; False if it has to run as it stands."""
     seen = (tag, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in present))
@@ -261,7 +301,7 @@ def _recorded(
                 ahead()
             with recording.on():
                 results = function(*operands, *constants)
-            ops.launch_plan(present, tag, recording.program(results))
+            ops.launch_plan(present, tag, recording.program(results, joins))
     except _NotPlayableError as reason:
         if len(_refused) >= _MOST_KEPT:
             _refused.clear()
@@ -322,11 +362,7 @@ def _ready(kernel: Kernel) -> Loaded:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """Where the elements of x lie, in bytes."""
-    start = x.data_ptr()
-    if x.numel() == 0:
-        return start, start
-    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
+    return (start := x.data_ptr()), start + _bytes_of(x.shape, x.stride(), x.dtype)
 
 
 class Recording(TorchDispatchMode):
@@ -361,12 +397,12 @@ class Recording(TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """A context in which this thread's launches and allocations are taken down."""
-        _here.recording = self
+        before, _here.recording = getattr(_here, "recording", None), self
         try:
             with self:
                 yield
         finally:
-            _here.recording = None
+            _here.recording = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -441,8 +477,8 @@ class Recording(TorchDispatchMode):
         """The streams have met."""
         self._regions.append((self._begun.pop(), len(self._steps) - 1))
 
-    def program(self, returned: Sequence[Tensor]) -> list[int]:
-        """The integers of launch_plan.h, when all kernels are compiled."""
+    def program(self, returned: Sequence[Tensor], joins: bool = False) -> list[int]:
+        """The integers of launch_plan.h, when all kernels are compiled; `joins` as in `replayed`."""
         kept = [self._result(x) for x in returned]
         if len(set(kept)) != len(kept):
             raise _NotPlayableError("two results share their memory")
@@ -452,16 +488,25 @@ class Recording(TorchDispatchMode):
             for index, when in used.items()
             if index not in kept
         }
-        results = {
-            index: (self._bytes(index), used[index][1][0] if index in used else len(self._steps))
-            for index in kept
+        buffers = [self._buffers[index] for index in kept]
+        shapes = [(one.dtype, one.sizes, one.strides) for one in buffers]
+        begins = {
+            place: used[index][1][0] if index in used else len(self._steps)
+            for place, index in enumerate(kept)
         }
-        pieces = arranged(results, spans, len(self._steps))
         # In the program: the results, then the pieces in which all other buffers have their places.
         bases = {index: (place, 0) for place, index in enumerate(kept)}
-        begins = {place: results[index][1] for place, index in enumerate(kept)}
+        if joins:
+            ends_at = itertools.accumulate(next_place(self._bytes(index)) for index in kept[1:])
+            offsets = [0, *ends_at]
+            bases |= {index: (1, at) for index, at in zip(kept[1:], offsets, strict=False)}
+            begins = {0: begins[0], 1: min(begins[place] for place in range(1, len(kept)))}
+            shapes[1:] = [(torch.uint8, (offsets[-1],), (1,))]
+        sizes = (_bytes_of(sizes, strides, dtype) for dtype, sizes, strides in shapes)
+        results = {place: (size, begins[place]) for place, size in enumerate(sizes)}
+        pieces = arranged(results, spans, len(self._steps))
+        returns = len(shapes)
         ends: dict[int, int] = {}
-        shapes = [(one.dtype, one.sizes, one.strides) for one in (self._buffers[n] for n in kept)]
         for piece in pieces:
             place = len(shapes)
             bases |= {index: (place, offset) for index, offset in piece.offsets.items()}
@@ -480,7 +525,7 @@ class Recording(TorchDispatchMode):
                 (self._scalar_type(dtype), len(sizes), *sizes, *strides)
                 for dtype, sizes, strides in shapes
             ),
-            *(len(kept), *range(len(kept))),
+            *(returns, *range(returns)),
             *(len(found), *itertools.chain.from_iterable(found)),
         ]
 

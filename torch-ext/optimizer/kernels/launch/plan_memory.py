@@ -51,6 +51,11 @@ class Piece:
     offsets: dict[int, int]
 
 
+def next_place(end: int) -> int:
+    """Where the next tensor in a piece may begin."""
+    return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
 def arranged(
     results: dict[int, tuple[int, int]], spans: dict[int, Span], steps: int
 ) -> list[Piece]:
@@ -96,7 +101,7 @@ def packed(spans: dict[int, Span]) -> dict[int, int]:
         for low, high in beside:
             if at + spans[index].bytes <= low:
                 break
-            at = max(at, -(-high // _ALIGNMENT) * _ALIGNMENT)
+            at = max(at, next_place(high))
         offsets[index] = at
     return offsets
 
