@@ -198,6 +198,18 @@ def test_what_is_left_to_the_ops(moe, device, taken) -> None:
         dx.sum().backward()
 
 
+def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken) -> None:
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
+    left = []
+    torch.func.grad(lambda t: (left.append(t), t.sum())[1])(x.detach())
+    expected = layer(x.detach(), ids, gates).detach()
+    taken.clear()
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert_same_bits(layer(left[0], ids, gates).detach(), expected)
+    assert not taken
+
+
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"

@@ -63,6 +63,8 @@ def eager_layer(
     """`experts_forward`, or None where its stages must run on their own."""
     if not _is_eager(hidden_states, layout) or not _are_plain(top_k_index, top_k_weights):
         return None
+    if not all(map(torch._C._has_storage, (hidden_states, top_k_index, top_k_weights))):
+        return None  # what a transform of torch.func left behind
     leading, (x, ids, gates) = hidden_states.shape[:-1], (hidden_states, top_k_index, top_k_weights)
     if ids.shape[:-1] != leading or gates.shape != ids.shape or ids.numel() == 0 or not leading:
         return None
@@ -93,7 +95,7 @@ def eager_layer(
         return None
     operands = (x, w1, *leaves1, biases[0], w2, *leaves2, biases[1], gates)
     if torch.is_grad_enabled():
-        out = _Layer.apply(*operands, (ids, frozen, launches, form))
+        out = _apply(*operands, (ids, frozen, launches, form))
     else:  # a node that records nothing takes the host a quarter of such a call
         (out,) = _run((*operands, ids, *frozen), (launches, form), False, ())
     return out if out.shape == hidden_states.shape and dtype is None else _as(out, hidden_states)
@@ -206,6 +208,11 @@ class _Layer(torch.autograd.Function):
         # Its wrapper takes longer than a lookup of the plan; it is for create_graph alone.
         run = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
         return run(ctx, grad)
+
+
+# Its Python wrapper looks for torch.func, which `_is_eager` refuses, and takes the host longer than
+# the checks of a call.
+_apply = super(torch.autograd.Function, _Layer).apply
 
 
 def _run(

@@ -478,7 +478,7 @@ class Recording(TorchDispatchMode):
         self._regions.append((self._begun.pop(), len(self._steps) - 1))
 
     def program(self, returned: Sequence[Tensor], joins: bool = False) -> list[int]:
-        """The integers of launch_plan.h, when all kernels are compiled; `joins` as in `replayed`."""
+        """The integers of launch_plan.h, when all is compiled; `joins` as in `replayed`."""
         kept = [self._result(x) for x in returned]
         if len(set(kept)) != len(kept):
             raise _NotPlayableError("two results share their memory")
