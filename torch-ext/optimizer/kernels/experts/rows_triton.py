@@ -1,11 +1,11 @@
 """The Triton kernels of expert_sort, combine and glu: all of a layer that is no product.
 
-expert_sort is a stable counting sort in four launches, without atomics:
+expert_sort is a stable counting sort in three launches, without atomics:
 1. _count   one program per chunk of slots: how many of each expert it holds
 2. _scan    one program per block of experts: exclusive sums over the chunks, and totals
 3. _place   one program per chunk: row of every slot = start of its expert + slots of it in earlier
             chunks + equal slots before it in the chunk
-4. _tiles   one program per expert and one for the unused rest: the tile map
+            one program per expert and one for the unused rest: the tile map
 Group E holds the sentinels. Everything is integers; the host waits for nothing.
 
 _combine    out[t] = sum_j gates[t, j] y[rows[t k + j]] over valid rows: one program per (token,
@@ -97,20 +97,20 @@ def _starts(totals, experts, BLOCK: tl.constexpr):
     return group, size, tl.cumsum(size, 0) - size
 
 
-@triton.jit(do_not_specialize=["total"])
-def _place(
-    ids,  # (R,)
-    counts,  # (chunks, E + 1) exclusive
-    totals,  # (E + 1,)
-    offsets,  # (E + 1,), written by the first program
-    slots,  # (R,)
-    rows,  # (R,)
+@triton.jit
+def _place_slots(
+    chunk,
+    ids,
+    counts,
+    totals,
+    offsets,
+    slots,
+    rows,
     total,
     experts,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    chunk = tl.program_id(0).to(tl.int64)
     group, _, first = _starts(totals, experts, BLOCK)
     tl.store(offsets + group, first.to(tl.int64), mask=(group <= experts) & (chunk == 0))
     lane = tl.arange(0, CHUNK)
@@ -128,17 +128,17 @@ def _place(
     tl.store(slots + row, slot, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bound"])
-def _tiles(
-    totals,  # (E + 1,)
-    tiles,  # (bound, 3)
+@triton.jit
+def _mark_tiles(
+    mine,
+    totals,
+    tiles,
     bound,
     experts,
     tile_rows,
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    mine = tl.program_id(0)
     group, size, first = _starts(totals, experts, BLOCK)
     count = (size + tile_rows - 1) // tile_rows
     own = group == mine
@@ -157,10 +157,36 @@ def _tiles(
         tl.store(at + 2, tl.where(used, tl.minimum(top + tile_rows, end), -1), mask=mask)
 
 
+@triton.jit(do_not_specialize=["total", "chunks", "bound"])
+def _place(  # noqa: PLR0913
+    ids,  # (R,)
+    counts,  # (chunks, E + 1) exclusive
+    totals,  # (E + 1,)
+    offsets,  # (E + 1,), written by the first program
+    slots,  # (R,)
+    rows,  # (R,)
+    tiles,  # (bound, 3)
+    total,
+    chunks,
+    bound,
+    experts,
+    tile_rows,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < chunks:
+        chunk = program.to(tl.int64)
+        _place_slots(chunk, ids, counts, totals, offsets, slots, rows, total, experts, CHUNK, BLOCK)
+    else:
+        _mark_tiles(program - chunks, totals, tiles, bound, experts, tile_rows, BLOCK, FILL)
+
+
 def expert_sort_triton(
     expert_ids: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the four kernels; results as in `kernels.experts.expert_sort`.
+    """Launch the three kernels; results as in `kernels.experts.expert_sort`.
 
     The ids (T, k) are contiguous, and some.
     """
@@ -180,11 +206,12 @@ def expert_sort_triton(
     launch(_scan, (triton.cdiv(groups, _SCAN_GROUPS),))(
         counts, totals, chunks, groups, BLOCK_C=_SCAN_CHUNKS, BLOCK_G=_SCAN_GROUPS
     )
-    launch(_place, (chunks,))(
-        ids, counts, totals, offsets, slots, rows, total, num_experts, CHUNK=_CHUNK, BLOCK=block
-    )
-    launch(_tiles, (groups + 1,))(
-        totals, tiles, bound, num_experts, tile_rows, BLOCK=block, FILL=_FILL
+    launch(_place, (chunks + groups + 1,))(
+        *(ids, counts, totals, offsets, slots, rows, tiles, total, chunks, bound, num_experts),
+        tile_rows,
+        CHUNK=_CHUNK,
+        BLOCK=block,
+        FILL=_FILL,
     )
     return slots, rows, offsets, tiles
 
