@@ -199,7 +199,7 @@ def test_what_is_left_to_the_ops(moe, device, taken) -> None:
 
 
 def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken) -> None:
-    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     left = []
     torch.func.grad(lambda t: (left.append(t), t.sum())[1])(x.detach())
     expected = layer(x.detach(), ids, gates).detach()
@@ -295,12 +295,13 @@ def prepared(submodule, monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize(("problem", "forgets"), [(3, False), (4, False), (4, True)])
 def test_all_that_a_forward_keeps_is_one_tensor(
-    moe, submodule, device, taken, by_ops, prepared, forgets
+    moe, plans, submodule, device, taken, by_ops, prepared, monkeypatch, problem, forgets
 ) -> None:
     """How it lies is found again where that was forgotten before the backward."""
-    layer, x, ids, gates, grad = PROBLEMS[4].drawn(moe, device, "triton")
+    monkeypatch.setattr(plans, "_refused", refused := set())
+    layer, x, ids, gates, grad = PROBLEMS[problem].drawn(moe, device, "triton")
     leaves, saved = {"x": x, "gates": gates, **dict(layer.named_parameters())}, []
 
     def pack(tensor):
@@ -315,6 +316,7 @@ def test_all_that_a_forward_keeps_is_one_tensor(
         return results(out, leaves, grad)
 
     found = run()
+    assert not refused, "both directions can be recorded"
     own = {one.data_ptr() for one in leaves.values()}
     (kept,) = (one for one in saved if one.data_ptr() not in own)
     assert kept.dtype == torch.uint8 and kept.ndim == 1

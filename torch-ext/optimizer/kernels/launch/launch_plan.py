@@ -262,7 +262,8 @@ def stand_in(
     size = _bytes_of(sizes, strides, dtype)
     address = 1 << 60 | next(_stand_ins) % (1 << 22) << 38
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, strides)
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, strides)
 
 
 def _bytes_of(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
