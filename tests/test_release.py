@@ -73,21 +73,6 @@ def jobs() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {name}", {"permissions": workflow["permissions"], **job}
 
 
-def test_a_build_has_the_time_and_the_runners_of_kernels_community() -> None:
-    """By default GitHub's own runners; JSON in a variable of the repository names others."""
-    text = (ROOT / ".github/workflows/build.yml").read_text()
-    build = dict(jobs())["build: build"]
-    assert build["runs-on"] == "${{ fromJSON(matrix.runner) }}"
-    assert re.findall(r"\d+", build["timeout-minutes"]) == ["600", "1200"]
-    defaults = dict(re.findall(r"vars\.(\w+) \|\| '([^']*)'", text))
-    assert {name: json.loads(value) for name, value in defaults.items()} == {
-        "X86_RUNNER": "ubuntu-24.04",
-        "ARM_RUNNER": "ubuntu-24.04-arm",
-        "NIX_MAX_JOBS": 1,
-        "NIX_CORES": 4,
-    }
-
-
 def test_rights_are_kept_apart() -> None:
     """One job signs, one step of another has the token, nobody writes to the repository."""
     rights, secrets = {}, {}

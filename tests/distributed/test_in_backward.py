@@ -74,6 +74,12 @@ def backward(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None
     torch.stack(terms).sum().backward()
 
 
+def advance(optimizer: Any, params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
+    backward(params, step, factor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @contextlib.contextmanager
 def two_of(opt: Any, **options: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
     """Counts, and two optimizers with their parameters, equal in the end: the first sends early."""
@@ -147,9 +153,7 @@ def test_what_left_too_early_is_sent_again(opt: Any, how) -> Any:
                 backward(params, 3)
                 if how == "thrown away":
                     optimizer.zero_grad()
-                backward(params, step)
-                optimizer.step()
-                optimizer.zero_grad()
+                advance(optimizer, params, step)
     assert counted["dropped"] == 2 and counted["begun"] > 4
     return counted["begun"]
 
@@ -242,9 +246,7 @@ def test_a_gradient_that_changed_is_refused(opt: Any, how) -> None:
     """Nothing is written then, and another backward pass goes on."""
     with two_of(opt) as (_, both):
         for optimizer, params in both:
-            backward(params, 3)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer, params, 3)
             backward(params, 3)
             if optimizer is both[0][0]:
                 CHANGES[how](params)
@@ -265,9 +267,7 @@ def test_a_hook_of_the_tensor_comes_before(opt: Any) -> None:
             param.register_hook(lambda grad: grad / 2)
         for (optimizer, params), factor in zip(both, (1.0, 0.5), strict=True):
             for step in (3, 4):
-                backward(params, step, factor)
-                optimizer.step()
-                optimizer.zero_grad()
+                advance(optimizer, params, step, factor)
     assert counted["begun"] > 1
 
 
@@ -354,9 +354,7 @@ def test_a_captured_pass_takes_back_what_had_left(opt: Any) -> Any:
     module = module_of(opt, "optimizers.sharded.in_backward")
     with two_of(opt) as (counted, both), pytest.MonkeyPatch.context() as patch:
         for optimizer, params in both:
-            backward(params, 3)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer, params, 3)
             backward(params, 3)  # warms up
             optimizer.zero_grad()
             with pytest.MonkeyPatch.context() as capturing:
@@ -421,9 +419,7 @@ def test_an_optimizer_that_is_gone_sends_nothing(opt: Any) -> None:
     with Hooked(opt) as counted:
         optimizer, params = made(opt, 1)
         for _ in range(2):
-            backward(params, 3)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer, params, 3)
         optimizer.add_param_group(
             {"kind": "adamw", "params": [nn.Parameter(torch.zeros(2, 2))], "lr": 0.1}
         )

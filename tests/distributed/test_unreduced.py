@@ -44,6 +44,11 @@ def contribution(shape, rank: int, step: int, index: int) -> torch.Tensor:
     return (torch.randint(-512, 512, shape, generator=generator) / 8).to(device())
 
 
+def contribute(params, step: int) -> None:
+    for index, param in enumerate(params):
+        param.grad = contribution(param.shape, distributed.get_rank(), step, index)
+
+
 def groups(params, beta2=0.9) -> list[dict[str, Any]]:
     matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
     return [
@@ -167,7 +172,6 @@ def test_rows_in_bands_change_no_bit_and_bound_the_messages(opt, wire) -> Any:
 @on_ranks()
 def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(opt, world) -> None:
     """Messages to oneself double the traffic of two ranks; rows take a view per matrix and band."""
-    rank = distributed.get_rank()
     params = [nn.Parameter(torch.ones(16, 8, device=device())) for _ in range(4 * world)]
     table = nn.Parameter(torch.ones(64 * world, 16, device=device()))
     listed = [{"kind": "muon", "params": params, "lr": 0.1}]
@@ -175,8 +179,7 @@ def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(opt, w
     limit = 3 * 2 * (world - 1) * 2 * 16 * 8 * 4  # two matrices of every owner
     config = opt.DistributedConfig(in_flight_bytes=limit)
     optimizer = opt.DistMuonAdamW(listed, distributed=config)
-    for index, param in enumerate([*params, table]):
-        param.grad = contribution(param.shape, rank, 0, index)
+    contribute([*params, table], 0)
     bands = module_of(opt, "optimizers.sharded.owners").Owners
     cut: list[int] = []
     original = bands._banded
@@ -230,8 +233,7 @@ def counted(opt, none_grad: bool) -> dict[str, int]:
     optimizer = opt.DistMuonAdamW(listed)
 
     with watched(opt) as watch:
-        for index, param in enumerate(params):
-            param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
+        contribute(params, 0)
         optimizer.step()
     assert all((param.grad is None) == none_grad for param in params)
     return dict(watch.calls)
@@ -324,8 +326,7 @@ def copied(opt) -> str:
         for one in (optimizer, clone)
     )
     for one, of_one in ((optimizer, originals), (clone, copies)):
-        for index, param in enumerate(of_one):
-            param.grad = contribution(param.shape, distributed.get_rank(), 9, index)
+        contribute(of_one, 9)
         one.step()
     assert_equal_bits(copies, originals)
     return clone.report(verbose=True)
@@ -411,8 +412,7 @@ def test_messages_are_bounded(opt, wire) -> None:
     travels = wire or torch.float32
     optimizer, params = steady(opt, in_flight_bytes=LIMIT, wire_dtype=wire)
     for step in range(2):
-        for index, param in enumerate(params):
-            param.grad = contribution(param.shape, distributed.get_rank(), step, index)
+        contribute(params, step)
         optimizer.step()
     shared = optimizer._plan.shared
     (where,) = shared.staging.devices()

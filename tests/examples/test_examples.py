@@ -338,19 +338,6 @@ def test_steps_to_counts_from_the_first_evaluation_at_the_loss(demo) -> None:
     assert steps_to(curve, 1.0) is None
 
 
-def test_schedule_warms_up_and_ends_at_zero(demo) -> None:
-    config = demo("config")
-    preset = config.PRESETS["tiny"]
-    numbers = {"lr": 1.0, "batch": 1, "steps": 100, "eval_sequences": 1, "seed": 0}
-    options = {"optimizer": config.ADAMW, "model": preset.model, "autocast": False}
-    run = config.RunConfig(**options, **numbers)
-    factors = [demo("training").learning_rate_factor(step, run) for step in range(100)]
-    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert factors[10] == 1.0 and factors[55] == pytest.approx(0.5)
-    assert 0 < factors[-1] < 1e-3
-    assert factors[10:] == sorted(factors[10:], reverse=True)
-
-
 TINY = ("--layers", "1", "--channels", "16", "--heads", "2", "--batch", "2", "--context", "16")
 
 

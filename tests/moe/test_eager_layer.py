@@ -462,6 +462,14 @@ def compare(found, expected) -> None:
         assert_same_bits(one, other)
 
 
+def assert_played_as_launched(launched, *arguments) -> list[torch.Tensor]:
+    """Returns what it is in either way."""
+    with launched():
+        expected = step(*arguments)
+    compare(step(*arguments), expected)
+    return expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("problem", PLAYED, ids=str)
 def test_bits_of_launches(moe, device, launched, played, problem) -> None:
@@ -469,9 +477,7 @@ def test_bits_of_launches(moe, device, launched, played, problem) -> None:
     layer = problem.module(moe, device)
     for seed in range(3):
         (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
-        with launched():
-            expected = step(layer, x, ids, gates, grad)
-        compare(step(layer, x, ids, gates, grad), expected)
+        expected = assert_played_as_launched(launched, layer, x, ids, gates, grad)
         with torch.no_grad():
             assert_same_bits(layer(x, ids, gates), expected[0])
     assert len(played) == 3, "with backward, backward and without, once each"
@@ -484,9 +490,7 @@ def test_shapes_alternate(moe, device, launched, played) -> None:
         for tokens in (16, 200, 17, 700):
             problem = LayerProblem(**{**LARGE, "tokens": tokens}, dtype=torch.bfloat16)
             (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
-            with launched():
-                expected = step(layer, x, ids, gates, grad)
-            compare(step(layer, x, ids, gates, grad), expected)
+            assert_played_as_launched(launched, layer, x, ids, gates, grad)
     assert len(played) == 8
 
 
@@ -519,9 +523,7 @@ def test_what_changes_between_calls_is_read(moe, device, launched) -> None:
     step(layer, x, ids, gates, grad)
     for change in (add, swap, update, load):
         change()
-        with launched():
-            expected = step(layer, x, ids, gates, grad)
-        compare(step(layer, x, ids, gates, grad), expected)
+        assert_played_as_launched(launched, layer, x, ids, gates, grad)
 
 
 @pytest.mark.gpu
@@ -532,13 +534,9 @@ def test_strides_and_alignment_are_part_of_the_plan(moe, device, launched) -> No
         if first + x.shape[1] > wide.shape[1]:
             continue
         other = wide[:, first : first + x.shape[1]].copy_(x.detach()).requires_grad_()
-        with launched():
-            expected = step(layer, other, ids, gates, grad)
-        compare(step(layer, other, ids, gates, grad), expected)
+        assert_played_as_launched(launched, layer, other, ids, gates, grad)
     spread = grad[:1].expand_as(grad)
-    with launched():
-        expected = step(layer, x, ids, gates, spread)
-    compare(step(layer, x, ids, gates, spread), expected)
+    assert_played_as_launched(launched, layer, x, ids, gates, spread)
 
 
 @pytest.mark.gpu

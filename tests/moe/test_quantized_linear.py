@@ -220,17 +220,6 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
         choose(8, 128, "resident")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_auto_knows_where_the_fused_product_is_fast(
-    opt, submodule, device, dtype, monkeypatch, watch
-):
-    """Half precision on a GPU; on the CPU nothing is decoded in registers."""
-    module = submodule("moe.quantized.strategy")
-    seen = watch(module, "choose_strategy", lambda *_, fast, **__: fast)
-    Case(opt, device, Problem(2, experts=9, top_k=2, dtype=dtype)).product()
-    assert seen == [device.type == "cuda" and dtype == torch.bfloat16]
-
-
 @pytest.mark.parametrize("strategy", ("fused", "chunked"))
 @pytest.mark.parametrize("backend", ("auto", "triton"))
 def test_times_choose_the_fused_product_unless_a_path_is_named(
@@ -245,15 +234,6 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
     case.product(backend).sum().backward()
     chosen = "measured" if backend == "auto" and strategy == "fused" else "triton"
     assert seen == [chosen] * 2
-
-
-def test_chunks_are_equal_and_bounded(submodule):
-    chunk = submodule("moe.quantized.strategy").chunk_experts
-    assert chunk(128, 1536 * 2048, 2) == 32  # four slices of 192 MiB
-    assert chunk(256, 1024 * 2048, 2) == 64  # four of 256 MiB, the most
-    assert chunk(64, 1024 * 2048, 2) == 32  # two of 128 MiB, the least
-    assert chunk(512, 2048 * 4096, 2) == 16
-    assert chunk(8, 28672 * 4096, 2) == 1  # one expert exceeds the bound alone
 
 
 def test_two_forwards_and_retained_graphs_agree(opt, device):
