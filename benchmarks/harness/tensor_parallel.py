@@ -149,7 +149,7 @@ def sharded_by_threads(
     """The result of as many ranks as threads, put together, and what the first was given."""
     import torch
 
-    sharded = module(built.package, "tensor_parallel.newton_schulz")
+    sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     method, dtype = iteration_of(built, x)
     together, results, shards = Together(world), [None] * world, x.chunk(world)
     rows = [len(shard) for shard in shards]
@@ -185,7 +185,7 @@ def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> 
     """What the first of eight ranks computes, over the whole iteration of an owner."""
     import torch
 
-    sharded = module(built.package, "tensor_parallel.newton_schulz")
+    sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     x = gaussian(side)
     method, dtype = iteration_of(built, x)
     owner = built.package.orthogonalize(x)

@@ -6,7 +6,7 @@ from ..distributed._ranks import Pools
 graph = module_fixture("tensor_parallel.graph")
 fused = module_fixture("tensor_parallel.fused")
 report = module_fixture("tensor_parallel.report")
-newton_schulz = module_fixture("tensor_parallel.newton_schulz")
+newton_schulz = module_fixture("tensor_parallel.sharded_newton_schulz")
 
 
 @pytest.fixture(scope="package")

@@ -391,7 +391,9 @@ def test_a_variant_without_the_op_plays_nothing(plans, submodule, device) -> Non
     """That for CPUs computes on a GPU by torch and by Triton."""
     there = torch.device("cuda", 0)
     assert plans._plays(there) == (device.type == "cuda")
-    assert submodule("tensor_parallel.newton_schulz")._by_triton(there) == (device.type == "cuda")
+    assert submodule("tensor_parallel.sharded_newton_schulz")._by_triton(there) == (
+        device.type == "cuda"
+    )
 
 
 def test_memory_in_two_pieces_where_one_would_keep_too_much(

@@ -20,10 +20,10 @@ from .matmul import (
     matmul_reduce_scatter,
     scaled_matmul_reduce_scatter,
 )
-from .newton_schulz import sharded_newton_schulz
 from .pipelined import PipelinedAllGatherMatmul
 from .products import scaled_matmul
 from .report import CommRecord, comm_report, reset_comm_report
+from .sharded_newton_schulz import sharded_newton_schulz
 
 __all__ = [
     "CommRecord",
