@@ -21,8 +21,8 @@ from .matmul import (
     scaled_matmul_reduce_scatter,
 )
 from .pipelined import PipelinedAllGatherMatmul
-from .products import scaled_matmul
 from .report import CommRecord, comm_report, reset_comm_report
+from .scaled_matmul import scaled_matmul
 from .sharded_newton_schulz import sharded_newton_schulz
 
 __all__ = [

@@ -21,7 +21,6 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from ..distributed.symmetric.memory import SymmetricMemory, why_not_shared
 from ..kernels.checks import on_device_of
 from .collectives import resolved
-from .products import MULTIPLE, has_float8_products, scaled_product
 from .report import (
     ASKED,
     FIRST_IN_CAPTURE,
@@ -35,6 +34,7 @@ from .report import (
     SMALL,
     WORKSPACE,
 )
+from .scaled_matmul import MULTIPLE, has_float8_products, scaled_product
 
 # Below these bytes of all ranks the launches and barriers of the parts cost more than they hide: a
 # gather of 2048 x 8192 before 3584 columns (34 MB) took 356 us in a graph against 301, one of 4096

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from . import collectives, ops
-from .products import (
+from .report import FUSE
+from .scaled_matmul import (
     check_inner,
     check_multiples,
     check_product,
@@ -34,7 +35,6 @@ from .products import (
     quantized_right,
     scale_for,
 )
-from .report import FUSE
 
 SCALINGS = (None, "tensorwise", "rowwise_sharded", "rowwise_replicated")
 

@@ -22,8 +22,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix
 from . import collectives, fused
-from .products import scaled_product
 from .report import ALONE, FUSED, count, count_plain
+from .scaled_matmul import scaled_product
 
 # What a_scale of a gathered product is; "" without scales.
 MODES = ("", "tensorwise", "rowwise_sharded", "rowwise_replicated")
