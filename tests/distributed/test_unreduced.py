@@ -180,7 +180,7 @@ def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(opt, w
     config = opt.DistributedConfig(in_flight_bytes=limit)
     optimizer = opt.DistMuonAdamW(listed, distributed=config)
     contribute([*params, table], 0)
-    bands = module_of(opt, "optimizers.sharded.owners").Owners
+    bands = module_of(opt, "optimizers.sharded.partition").Owners
     cut: list[int] = []
     original = bands._banded
 

@@ -38,7 +38,7 @@ class Problem:
         self.package = package
         self.distributed, self.planning = (
             package("distributed"),
-            package("optimizers.sharded.owners"),
+            package("optimizers.sharded.partition"),
         )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]

@@ -108,7 +108,7 @@ def test_plans_on_random_meshes(package) -> None:
 @pytest.mark.parametrize("what", ["owner", "size"])
 def test_a_rank_that_plans_otherwise_is_seen(package, submodule, what, monkeypatch) -> None:
     if what == "owner":
-        module, name = submodule("optimizers.sharded.owners"), "assign"
+        module, name = submodule("optimizers.sharded.partition"), "assign"
         original, calls = module.assign, iter(range(10**6))
 
         def defective(costs: Any, candidates: Any, ranks: int) -> Any:

@@ -11,7 +11,7 @@ from .groups.options import MuonOptions, check_choice, option_names
 from .groups.param_groups import Format, refuses_foreign_arguments
 from .muon import Muon
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.owners import REDUCE_OPS, Owners
+from .sharded.partition import REDUCE_OPS, Owners
 from .sharded.shared_plan import Ranks
 from .step import MuonBase
 

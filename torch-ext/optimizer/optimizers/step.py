@@ -34,7 +34,7 @@ from .qk_clip import Target, check_logits, clip, find_targets, largest_logits, p
 from .report import StepTimer, Timed, report, stage, untimed
 from .sharded.chunks import Bands, SharedChunk, SliceChunk
 from .sharded.exchange import Exchange
-from .sharded.owners import check_statistics
+from .sharded.partition import check_statistics
 from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
 from .sharded.shared_plan import Ranks, Shared, in_turn, rates_of
 from .state.in_host_memory import InHostMemory, OffloadingOptimizer

@@ -4,7 +4,7 @@ A matrix that one rank holds entirely stays there. Every other one is sent to an
 orthogonalizes it for all: the pieces of a sharded one are gathered, and a replicated one is
 orthogonalized by one replica instead of by all. A parameter that is a stack of experts, sharded
 along them alone, is a local stack and never gets here. For gradients that nobody has reduced see
-`owners.py`.
+`partition.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, pa
 from .consistency import Common, Consistency, check_not_captured, compare_replicas
 from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
 from .in_backward import InBackward, sent_first
-from .owners import (
+from .partition import (
     REDUCE_OPS,
     Owners,
     SharedGroup,
