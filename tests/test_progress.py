@@ -253,37 +253,22 @@ def test_a_partial_file_is_finished_with_what_it_has(harness, tmp_path, name: st
 TABLE = """==PROF== Connected
 some line of the child
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","7","first","dram__bytes_read.sum","{unit}","1,024"
-"0","7","first","dram__bytes_write.sum","{unit}","512"
-"1","7","second, with a comma","dram__bytes_read.sum","{unit}","2,000,000"
+"0","7","first","dram__bytes_read.sum","byte","1,024"
+"0","7","first","dram__bytes_write.sum","byte","512"
+"1","7","second, with a comma","dram__bytes_read.sum","byte","2,000,000"
 "1","7","second, with a comma","gpu__time_duration.sum","ns","9"
 """
 
 
-@pytest.fixture(scope="module")
-def counters():
-    from benchmarks.harness import device
-
-    return device
+def test_bytes_of_kernels_in_order(harness) -> None:
+    assert harness.device.parsed(TABLE) == [1536.0, 2_000_000.0]
 
 
-def test_bytes_of_kernels_in_order(counters) -> None:
-    assert counters.parsed(TABLE.format(unit="byte")) == [1536.0, 2_000_000.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"), [(TABLE.format(unit="Mbyte"), "Mbyte"), ("no rights", "no table")]
-)
-def test_what_cannot_be_read_is_said(counters, text, reason) -> None:
-    with pytest.raises(counters.NotCountedError, match=reason):
-        counters.parsed(text)
-
-
-def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) -> None:
+def test_a_counter_that_hangs_is_killed_with_its_children(harness, tmp_path) -> None:
     """The grandchild would hold the pipe until it ends by itself."""
     pid, begin = tmp_path / "pid", time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
-        counters.output_of(["/bin/sh", "-c", f"sleep 200 & echo $! > {pid}; wait"], 4)
+        harness.device.output_of(["/bin/sh", "-c", f"sleep 200 & echo $! > {pid}; wait"], 4)
     assert time.monotonic() - begin < 100
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
 

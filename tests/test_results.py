@@ -368,54 +368,7 @@ def test_a_change_makes_it_stale(harness, checkout, edit, message):
     assert any(message in finding for finding in harness.plots.findings(checkout))
 
 
-def row(case, ms, baseline_ms, variant="auto", **more):
-    """As a result file has it, as far as the pages read it."""
-    found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms, "baseline": "AdamW"}
-    return found | {"baseline_wall_ms": baseline_ms, "speedup": baseline_ms / ms} | more
-
-
-def test_every_step_of_a_curve_counts_as_the_median_one(harness):
-    """A peer compiles in its first steps: its line must not begin half a minute late."""
-    from matplotlib import pyplot
-
-    training = {"tokens": 400, "steps": 4, "tokens_per_s": 50.0, "lr": 0.01}  # 2 s a step
-    training |= {"curve": [(90.0, 5.0), (92.0, 3.0)], "held_out": [(2, 90.0, 5.5), (4, 92.0, 3.5)]}
-    rows = [row("gpt-124M/dion", 2.0, 1.0, "dion", **training)]
-    figure = harness.plots._curves(pyplot, {"rows": rows}, "title")
-    lines = [line.get_xydata().tolist() for line in figure.axes[0].lines]
-    pyplot.close(figure)
-    assert lines == [[[4.0, 5.0], [8.0, 3.0]], [[4.0, 5.5], [8.0, 3.5]]]
-
-
 def test_readme_has_eight_headlines_at_most(harness):
     assert harness.plots.HEADLINE_ROWS == 8
     table = harness.plots.headlines(harness.plots.headline_results(ROOT))
     assert 2 < sum(line.startswith("| ") for line in table.splitlines()) <= 9
-
-
-ALL = {"models": "all", "ranks": [16, 32, 64], "tokens": 2048}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], {}),
-        (["-m", "a", "b"], ALL | {"models": ["a", "b"]}),
-        (["-r", "64", "-T", "512"], ALL | {"ranks": [64], "tokens": 512}),
-        (["-T", "512"], ALL | {"tokens": 512}),
-    ],
-)
-def test_layers_that_are_asked_for_are_printed_only(
-    harness, monkeypatch, capsys, arguments, problem
-):
-    """-r and -T alone mean every model; nothing is written; other entries refuse all three."""
-    calls = []
-    monkeypatch.setattr(harness.run, "measure", lambda *_, **given: calls.append(given) or 0)
-    assert harness.run.main(["moe_lora", *arguments]) == 0
-    if problem.get("models") == "all":
-        problem = problem | {"models": list(harness.problems.MODELS)}
-    assert calls == [{"draft": bool(arguments), "end": None, "again": []} | problem]
-    for other in ("quant", "elementwise", "plots") if arguments else ():
-        with pytest.raises(SystemExit):
-            harness.run.main([other, *arguments])
-        assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err

@@ -383,32 +383,6 @@ def test_what_rounding_dropped_is_kept(ranks, held, world, tmp_path) -> None:
     assert found == uninterrupted
 
 
-def only_the_model(opt: Any, held: str, folder: Path) -> tuple[dict[str, bytes], float]:
-    run = Run(opt, held, weights=7)
-    content = {"model": run.state()["model"]}
-    dcp.load(content, checkpoint_id=folder)
-    run.model.load_state_dict(content["model"])
-    states = run.optimizer.state.values()
-    kept = sum(whole(t).abs().sum().item() for state in states for t in state.values())
-    return run.weights(), kept
-
-
-def after_the_first_steps(opt: Any) -> dict[str, bytes]:
-    run = Run(opt, "plain")
-    run.train(range(STEPS))
-    return run.weights()
-
-
-@pytest.mark.parametrize(("held", "world"), [("FSDP2", 3), ("unreduced", 2)])
-def test_the_weights_alone(ranks, saved, held, world) -> None:
-    """A checkpoint of both serves a run that begins with new state, or none."""
-    (trained,) = ranks(1).run(after_the_first_steps)
-    answers = ranks(world).run(only_the_model, held, saved["FSDP2", 4])
-    for found, kept in answers:
-        assert found == trained
-        assert kept == 0
-
-
 def file_per_rank(opt: Any, held: str, folder: Path) -> dict[str, bytes]:
     """Save and load this rank's state_dicts as plain data, and go on."""
     run = Run(opt, held)

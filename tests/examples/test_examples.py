@@ -596,14 +596,6 @@ def test_a_comparison_runs_both_ways_and_training_goes_on_with_ours(
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and torch.equal(parameter, before[name]), name
 
-    def too_large(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(qlora, "dense_and_grouped", too_large)
-    found = qlora.compare(training, package, ours_alone=False)
-    assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": None}
-    assert qlora.compare(training, package, ours_alone=True) == {"ours": {"usual": 0}}
-
 
 def test_the_full_size_is_the_whole_model(qlora) -> None:
     """The shapes of Qwen/Qwen3-30B-A3B, 30.5e9 parameters, counted without memory for them."""
