@@ -255,11 +255,6 @@ def test_cuts_that_do_not_fit(opt, options, message) -> None:
         opt.Muon([("w", param)], **options)
 
 
-def test_transposed_is_a_switch(opt) -> None:
-    with pytest.raises(TypeError, match="transposed must be True or False, got 'yes'"):
-        opt.Muon(parameters([(12, 4)]), transposed="yes")
-
-
 def test_what_cannot_be_transposed(opt) -> None:
     """Filters, and a projection whose rows QK-clip scales."""
     with pytest.raises(ValueError, match=r"transposed takes matrices \(in, out\)"):

@@ -269,53 +269,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
     train(optimizer, params, 1)
 
 
-@MAKERS
-def test_state_made_in_inference_mode_can_be_stepped(opt, device, make) -> None:
-    params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
-    with torch.inference_mode():
-        optimizer = make(opt, params)
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0]["beta2"] = None
-        optimizer.fit_state()
-        optimizer.param_groups[0]["beta2"] = 0.95
-        optimizer.fit_state()
-    other = make(opt, twins)
-    other.param_groups[0]["beta2"] = 0.95
-    for _, tensor in state_tensors(optimizer):
-        assert not tensor.is_inference()
-    train(optimizer, params, 2)
-    train(other, twins, 2)
-    assert_all_same_bits(params, twins)
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
-@pytest.mark.parametrize("keys", [None, 1], ids=["all of it", "one entry"])
-@MAKERS
-def test_state_that_was_cleared_begins_anew(opt, device, make, keys, offload) -> None:
-    """As with torch's optimizers: in the next step, with zeros, and of that parameter alone."""
-    runs = []
-    for clear in (True, False):
-        params = parameters(SHAPES, device=device)
-        optimizer = make(opt, params)
-        if offload:
-            optimizer.turn_on_cpu_offload()
-        train(optimizer, params, 2)
-        optimizer.state_dict()  # waits for what is on its way
-        for number in (1, 4):
-            state = optimizer.state[params[number]]
-            for key in [*state][:keys]:
-                if clear:
-                    del state[key]
-                else:
-                    state[key].zero_()
-        train(optimizer, params, 2, seed=7)
-        optimizer.state_dict()
-        runs.append((optimizer, params))
-    (cleared, params), (zeroed, others) = runs
-    assert_same_state(cleared, zeroed)
-    assert_all_same_bits(params, others)
-
-
 @pytest.mark.parametrize("name", ["step", "rounding_step", "exp_avg_sq", "second_momentum_buffer"])
 def test_state_that_no_step_leaves_behind_is_refused(opt, device, name) -> None:
     params = parameters(SHAPES, dtype=torch.bfloat16, device=device)
@@ -328,22 +281,6 @@ def test_state_that_no_step_leaves_behind_is_refused(opt, device, name) -> None:
     with pytest.raises(ValueError, match=f"the loaded {name} holds -2"):
         optimizer.load_state_dict(saved)
     assert_all_same_bits((tensor for _, tensor in state_tensors(optimizer)), kept)
-
-
-def test_state_that_was_cleared_is_saved_as_zeros(opt, device, tmp_path) -> None:
-    """A checkpoint without it could not be loaded."""
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    train(optimizer, params, 1)
-    optimizer.state[params[2]].clear()
-    del optimizer.state[params[4]]["exp_avg_sq"]
-    opt.save_optimizer(optimizer, tmp_path)
-    other = muon(opt, params)
-    opt.load_optimizer(other, tmp_path)
-    assert not other.state[params[2]]["momentum_buffer"].any()
-    assert not other.state[params[4]]["exp_avg_sq"].any()
-    assert other.state[params[4]]["exp_avg"].all()
-    assert_same_state(other, optimizer)
 
 
 ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic", "residual"])

@@ -4,19 +4,15 @@ fails: all is as it was where it had not begun to write, else refused until stat
 
 import copy
 import logging
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from .._compare import assert_all_same_bits, assert_same_bits, fail_at
 from ._steps import both, new_gradients, nothing_written, parameters, train, values
 from .test_state import SHAPES as STATE_SHAPES
-from .test_state import muon, muon_adamw, state_tensors
+from .test_state import muon, state_tensors
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
@@ -104,22 +100,6 @@ def test_closure(opt, device, name) -> None:
     assert loss.item() > sum((param**2).sum() for param in params).item()
     assert optimizer.step(closure=closure) is not loss
     assert optimizer.step(lambda: None) is None
-
-
-@CLASSES
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_pass_through_to_their_own_parameter(opt, device, name, value) -> None:
-    """Documented: no check, no skipped step; other matrices of the batch are not touched by it."""
-    params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
-    twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
-    for param in (params[0], params[2]):
-        param.grad.view(-1)[1] = value
-    both(opt, params)[name]().step()
-    both(opt, twins)[name]().step()
-    assert params[0].isnan().all()
-    assert params[2].isnan().any()
-    for i in (1, 3):
-        assert_same_bits(params[i].detach(), twins[i].detach())
 
 
 @CLASSES
@@ -314,37 +294,6 @@ def test_a_model_on_meta(opt, device) -> None:
 MIDWAY = "an earlier step failed midway"
 
 
-def adamw_alone(opt, params):
-    return opt.MuonAdamW([{"kind": "adamw", "params": params, "lr": 0.05}])
-
-
-def stochastic(opt, params):
-    for param in params:
-        param.data = param.data.bfloat16()
-        param.grad = param.grad.bfloat16()
-    return muon(opt, params, rounding="stochastic")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Which call of which function of a step raises what."""
-
-    make: Callable
-    function: str
-    call: int
-    error: BaseException
-
-
-FAILURES = {
-    "memory": Failure(muon, "orthogonalize", 2, torch.OutOfMemoryError("planted")),
-    "interrupt": Failure(muon_adamw, "orthogonalize", 2, KeyboardInterrupt()),
-    "update": Failure(muon, "update", 2, RuntimeError("planted")),
-    "adamw": Failure(muon, "adamw", 1, SystemExit(1)),
-    "a batch of AdamW": Failure(adamw_alone, "adamw", 2, torch.OutOfMemoryError("planted")),
-    "counters": Failure(stochastic, "orthogonalize", 1, MemoryError("planted")),
-}
-
-
 def changed(optimizer, before) -> bool:
     """Whether a bit of parameters or state is another than in `before`, the copy made by `kept`."""
     now = kept(optimizer)
@@ -356,91 +305,6 @@ def kept(optimizer) -> list[torch.Tensor]:
         optimizer._host.wait()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return values(params) + [tensor.clone() for _, tensor in state_tensors(optimizer)]
-
-
-def ways_to_save(opt, optimizer, folder) -> dict[str, Callable[[], object]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    model = nn.ParameterList(params)
-    return {
-        "state_dict": optimizer.state_dict,
-        "save_optimizer": lambda: opt.save_optimizer(optimizer, folder),
-        "save_optimizer_async": lambda: opt.save_optimizer_async(optimizer, folder).wait(),
-        "torch.distributed.checkpoint": lambda: get_optimizer_state_dict(model, optimizer),
-        "pickle": lambda: pickle.dumps(optimizer),
-        "deepcopy": lambda: copy.deepcopy(optimizer),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failed_step_is_remembered(
-    opt, submodule, device, name, offload, monkeypatch, tmp_path
-) -> None:
-    failure = FAILURES[name]
-    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
-        monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)
-    params = parameters(STATE_SHAPES, device=device)
-    optimizer = failure.make(opt, params)
-    twins = parameters(STATE_SHAPES, device=device)
-    twin = failure.make(opt, twins)
-    if offload:
-        optimizer.turn_on_cpu_offload()
-    elif name == "a batch of AdamW":
-        params[-1].data, params[-1].grad = params[-1].data.double(), params[-1].grad.double()
-        optimizer = failure.make(opt, params)  # in a call of its own
-        twins[-1].data, twins[-1].grad = twins[-1].data.double(), twins[-1].grad.double()
-        twin = failure.make(opt, twins)
-    for one in (optimizer, twin):
-        train(one, [p for g in one.param_groups for p in g["params"]], 2)
-    opt.save_optimizer(optimizer, tmp_path)
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    old, before = values(params), kept(optimizer)
-    new_gradients(params, seed=5)
-    with monkeypatch.context() as patch:
-        fail_at(patch, submodule("optimizers.step"), failure.function, failure.call, failure.error)
-        with pytest.raises(type(failure.error)):
-            optimizer.step()
-    assert changed(optimizer, before)
-
-    halfway = kept(optimizer)
-    asked = []
-    with pytest.raises(RuntimeError, match=MIDWAY):
-        optimizer.step(lambda: asked.append(1))
-    for way, save in ways_to_save(opt, optimizer, tmp_path).items():
-        with pytest.raises(RuntimeError, match=MIDWAY):
-            save()
-            pytest.fail(f"{way} saved half a step")
-    assert not asked and not changed(optimizer, halfway)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-    with torch.no_grad():
-        for param, value in zip(params, old, strict=True):
-            param.copy_(value)
-    opt.load_optimizer(optimizer, tmp_path)
-    optimizer.state_dict()
-    for one in (optimizer, twin):
-        train(one, [p for g in one.param_groups for p in g["params"]], 2, seed=9)
-    assert_all_same_bits(kept(optimizer), kept(twin))
-
-
-def test_loading_that_is_refused_mends_nothing(opt, submodule, device, monkeypatch) -> None:
-    params = parameters(STATE_SHAPES, device=device)
-    optimizer = muon(opt, params)
-    optimizer.fit_state()
-    saved = copy.deepcopy(optimizer.state_dict())
-    with monkeypatch.context() as patch:
-        fail_at(patch, submodule("optimizers.step"), "update", 2, RuntimeError("planted"))
-        with pytest.raises(RuntimeError, match="planted"):
-            optimizer.step()
-    wrong = copy.deepcopy(saved)
-    del wrong["state"][0]["momentum_buffer"]
-    with pytest.raises(ValueError, match="has no momentum_buffer"):
-        optimizer.load_state_dict(wrong)
-    with pytest.raises(RuntimeError, match=MIDWAY):
-        optimizer.step()
-    optimizer.load_state_dict(saved)
-    optimizer.step()
 
 
 def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_path) -> None:
@@ -475,19 +339,6 @@ def test_memory_that_runs_out_before_a_write_changes_nothing(
     train(optimizer, params, 2)
     train(twin, twins, 2)
     assert_all_same_bits(kept(optimizer), kept(twin))
-
-
-def test_host_memory_that_is_filled_in_inference_mode(opt) -> None:
-    params = parameters([(8, 8)])
-    optimizer = opt.Muon(params, lr=0.01)
-    optimizer.turn_on_cpu_offload()
-    new_gradients(params, seed=0)
-    with torch.inference_mode():
-        optimizer.step()
-    before = params[0].detach().clone()
-    new_gradients(params, seed=1)
-    optimizer.step()
-    assert not torch.equal(before, params[0])
 
 
 @pytest.mark.parametrize(

@@ -338,26 +338,3 @@ def test_copies_and_pickles(opt, device, name, options) -> None:
         assert_all_same_bits(problem.params, before)
         optimizer.step(problem.loss)
         assert_continues(problem, optimizer, twin, other)
-
-
-@by_class()
-def test_a_group_added_after_steps_is_saved_and_loaded(opt, device, name) -> None:
-    runs = []
-    for _ in range(2):
-        params = parameters([(10, 5), (10,), (4, 6), (3,)], device=device)
-        optimizer = make(opt, name, params[:2])
-        runs.append((params, optimizer))
-    (params, optimizer), (twins, loaded) = runs
-    train(optimizer, params[:2], 3)
-    for added, o in ((params, optimizer), (twins, loaded)):
-        o.add_param_group({"params": added[2:3], "kind": "muon", "lr": 0.03})
-        o.add_param_group({"params": added[3:], "kind": "adamw", "lr": 0.04})
-    train(optimizer, params, 2)
-    loaded.load_state_dict(optimizer.state_dict())
-    assert_equal(loaded.state_dict(), optimizer.state_dict())
-    assert [state["step"].item() for state in optimizer.state.values() if "step" in state] == [5, 2]
-    for param, twin in zip(params, twins, strict=True):
-        twin.data.copy_(param.data)
-    train(optimizer, params, 2, seed=50)
-    train(loaded, twins, 2, seed=50)
-    assert_all_same_bits(twins, params)

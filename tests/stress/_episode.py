@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
 from ._problem import (
@@ -403,16 +404,26 @@ def _locked(optimizer: Any) -> bool:
 
 
 def _assert_locked(episode: Episode, what: str) -> None:
-    optimizer = episode.run.optimizer
+    """No way to go on or to save is open, and no closure is asked; a refused load opens none."""
+    optimizer, opt, folder = episode.run.optimizer, episode.opt, episode.new_folder()
+    model = nn.ParameterList(episode.run.params.values())
+    broken = copy.deepcopy(episode.twin.optimizer.state_dict())
+    if broken["state"]:
+        broken["state"][0] = {}
+        load = optimizer.load_state_dict
+        episode.refused(f"a broken state after {what}", lambda: load(broken), ValueError)
     for call, action in {
-        "step": optimizer.step,
+        "step": lambda: optimizer.step(raises),
         "state_dict": optimizer.state_dict,
-        "save_optimizer": lambda: episode.opt.save_optimizer(optimizer, episode.new_folder()),
-        "save_optimizer_async": lambda: episode.opt.save_optimizer_async(
-            optimizer, episode.new_folder()
-        ),
+        "save_optimizer": lambda: opt.save_optimizer(optimizer, folder),
+        "save_optimizer_async": lambda: opt.save_optimizer_async(optimizer, folder),
+        "torch.distributed.checkpoint": lambda: get_optimizer_state_dict(model, optimizer),
+        "pickle": lambda: pickle.dumps(optimizer),
+        "deepcopy": lambda: copy.deepcopy(optimizer),
     }.items():
         episode.refused(f"{call} after {what} left half a step", action, RuntimeError)
+    if [*folder.iterdir()]:
+        raise DifferenceError(f"{what} left half a step, which was saved")
 
 
 @event
@@ -447,6 +458,29 @@ def swapped_parameter(episode: Episode) -> None:
             group["params"] = [new if param is old else param for param in group["params"]]
         run.params[name] = new
         run.optimizer.fit_state()
+
+
+def _clear_state(episode: Episode) -> None:
+    """All of a parameter's, or one entry: it begins anew with zeros, as with torch's optimizers."""
+    name = episode.generator.choice([*episode.run.params])
+    run, twin = (one.optimizer.state[one.params[name]] for one in (episode.run, episode.twin))
+    episode.run.optimizer.state_dict()  # waits for what is on its way
+    for key in [*run][: episode.generator.choice([None, 1])]:
+        del run[key]
+        twin[key].zero_()
+
+
+@event
+def state_cleared_before_a_step(episode: Episode) -> None:
+    _clear_state(episode)
+    episode.step("a step with cleared state")
+    episode.fill_gradients()
+
+
+@event
+def state_cleared_before_a_save(episode: Episode) -> None:
+    _clear_state(episode)
+    save_and_restart(episode)
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {

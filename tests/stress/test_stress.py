@@ -10,7 +10,7 @@ import torch
 from ..distributed.conftest import ranks  # noqa: F401 - a fixture
 from . import _cases, _episode, _meshes, _together
 from ._calls import CALLS, Call, Package
-from ._problem import DifferenceError
+from ._problem import DifferenceError, assert_same
 
 QUICK = [name for name in CALLS if not name.startswith("integrations.")]
 
@@ -145,15 +145,24 @@ def test_a_short_run_finds_nothing(opt) -> None:
     assert findings(opt) == []
 
 
-def test_every_event_happens(opt) -> None:
-    for name in _episode.EVENTS:
-        episode = _episode.Episode(opt, 3)
-        try:
+@pytest.mark.parametrize("seed", [0, 1], ids=["MuonAdamW", "Muon"])
+@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
+@pytest.mark.parametrize("name", _episode.EVENTS)
+def test_every_event_is_followed_by_a_restart(opt, name, offload, seed) -> None:
+    episode = _episode.Episode(opt, seed)
+    try:
+        episode.fill_gradients()
+        if offload:
+            episode.run.optimizer.turn_on_cpu_offload()
+        with torch.inference_mode():  # what is made here is stepped, changed and saved outside
+            episode.step("the first step")
+        for event in (name, "save_and_restart"):
             episode.fill_gradients()
-            _episode.EVENTS[name](episode)
-            episode.step(name)
-        finally:
-            episode.close()
+            _episode.EVENTS[event](episode)
+            assert_same(episode.run, episode.twin, f"after {event}")
+            episode.step(event)
+    finally:
+        episode.close()
 
 
 def drops_a_momentum(optimizer: Any) -> None:
@@ -185,7 +194,8 @@ def test_the_soak_sees_a_planted_defect(opt, name, monkeypatch) -> None:
 
 def test_half_a_step_that_goes_on_is_seen(opt, submodule, monkeypatch) -> None:
     """A step that raises after a batch, and an optimizer that forgets it."""
-    monkeypatch.setattr(_episode, "EVENTS", {"interrupted": _episode.step_is_interrupted})
+    events = {name: _episode.EVENTS[name] for name in ("step_is_interrupted", "offload_on")}
+    monkeypatch.setattr(_episode, "EVENTS", events)
     assert findings(opt) == []
     forgetful = submodule("optimizers.sharded.consistency").Consistency
     monkeypatch.setattr(forgetful, "check_unbroken", lambda self: None)
