@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture
+from .._compare import assert_all_same_bits, assert_same_bits
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -216,16 +216,6 @@ def test_opcheck(ops, device, path):
     torch.library.opcheck(op.default, (weight, packed, absmax, 64, False))
 
 
-def test_compiles_without_a_graph_break(opt, device):
-    weight = draw((6, 32), torch.float32, device)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def quantize(x: torch.Tensor):
-        return opt.nf4_quantize(x * 1.0, 32)
-
-    assert_all_same_bits(quantize(weight), opt.nf4_quantize(weight, 32))
-
-
 def test_meta_tensors_give_shapes(opt):
     packed, absmax = opt.nf4_quantize(torch.empty(3, 5, 7, device="meta"), 32)
     assert (packed.shape, packed.dtype) == ((53,), torch.uint8)
@@ -317,14 +307,3 @@ def test_beyond_two_to_the_31_elements(ops, device):
     assert_same_bits(packed[2**30 :], expected[0])
     assert_same_bits(absmax[2**25 :], expected[1])
     assert (packed[: 2**30] == 0).all() and (absmax[: 2**25] == 0).all()
-
-
-@pytest.mark.gpu
-def test_runs_inside_a_graph_and_repeats(ops, device):
-    weight = draw((64, 512), torch.float16, device)
-    eager = run(ops, "compiled", weight, 64, "nf4")
-    packed, absmax = (torch.zeros_like(tensor) for tensor in eager)
-    graph, _ = capture(lambda: ops.nf4_quantize(weight, packed, absmax, 64, False))
-    graph.replay()
-    assert_same_bits(packed, eager[0])
-    assert_same_bits(absmax, eager[1])

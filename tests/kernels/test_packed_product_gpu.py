@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, capture, relative_error
+from .._compare import assert_same_bits, relative_error
 from ..conftest import module_fixture
 from .test_gated_quantized_experts import Layer
 from .test_gated_quantized_experts import Problem as LayerProblem
@@ -322,18 +322,6 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
         ]
     )
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
-
-
-def test_graph_capture_follows_new_routings(module, submodule, device):
-    """Nothing about the routing is fixed on the host."""
-    arguments, _ = Nf4((100, 200, 70), 136, 256, True, 8, 1, False).operands(device, submodule)
-    out = module.packed_product(**arguments)
-    graph, _ = capture(lambda: module.packed_product(**arguments, out=out))
-    arguments["offsets"].copy_(torch.tensor((0, 3, 3, 360)))
-    expected = module.packed_product(**arguments)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert_same_bits(out, expected)
 
 
 def test_stacks_beyond_two_to_the_31_elements(module, device):

@@ -384,30 +384,6 @@ def test_memory_around_stays_as_it_was(rescaling, device, name) -> None:
     assert_same_bits(memory[243:], before[243:])
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_matrix_has_the_same_bits_in_any_batch(rescaling, device, name) -> None:
-    x = drawn((5, 70, 130), torch.float32, device)
-    alone = x.clone()
-    getattr(rescaling, name)(x)
-    for k in range(5):
-        getattr(rescaling, name)(alone[k : k + 1])
-    assert_same_bits(alone, x)
-
-
-@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-20, 2.0**20, 1e-5, 1e5])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_the_size_of_a_matrix_changes_nothing(rescaling, device, name, scale) -> None:
-    """The same bits for powers of two, also of rows so small that others bound their factor."""
-    x = drawn((3, 70, 130), torch.float32, device)
-    x[1, :4] *= 1e-7
-    scaled = x * scale
-    getattr(rescaling, name)(x)
-    getattr(rescaling, name)(scaled)
-    if math.frexp(scale)[0] == 0.5:
-        assert_same_bits(scaled, x)
-    assert_error_at_most(scaled, x.double(), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
 def test_rows_of_rounding_noise_grow_no_further_than_a_millionth(rescaling, device, dtype) -> None:
     x = drawn((2, 40, 30), torch.float64, device) * 100

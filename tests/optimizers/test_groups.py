@@ -15,7 +15,10 @@ def matrix() -> nn.Parameter:
     return nn.Parameter(torch.ones(4, 3))
 
 
+SWITCHES = ("nesterov", "none_grad", "flatten", "cautious", "shaped_decay", "row_equilibration")
+SWITCHES += ("renormalize", "transposed")
 MUON_OPTIONS = [
+    *((name, 1, TypeError, f"{name} must be True or False, got 1") for name in SWITCHES),
     ("lr", -0.1, ValueError, "lr must be finite and at least 0, got -0.1"),
     ("lr", math.nan, ValueError, "lr must be finite"),
     ("lr", math.inf, ValueError, "lr must be finite"),
@@ -39,14 +42,6 @@ MUON_OPTIONS = [
     ("eps", -1e-7, ValueError, "eps must be finite and at least 0"),
     ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
     ("weight_decay", torch.ones(2), ValueError, "a Tensor weight_decay must hold one"),
-    ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
-    ("none_grad", None, TypeError, "none_grad must be True or False"),
-    ("flatten", "yes", TypeError, "flatten must be True or False"),
-    ("cautious", 0, TypeError, "cautious must be True or False"),
-    ("shaped_decay", 0, TypeError, "shaped_decay must be True or False"),
-    ("row_equilibration", 1, TypeError, "row_equilibration must be True or False"),
-    ("renormalize", 1, TypeError, "renormalize must be True or False"),
-    ("transposed", None, TypeError, "transposed must be True or False"),
     ("adjust_lr_fn", "match_rms", ValueError, "adjust_lr_fn must be one of 'match_rms_adamw'"),
     ("method", "svd", ValueError, "method must be one of 'auto'"),
     ("momentum_form", "nag", ValueError, "momentum_form must be one of 'heavy_ball', 'ema'"),

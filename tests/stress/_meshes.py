@@ -97,11 +97,9 @@ class Problem:
         params = [nn.Parameter(torch.zeros(layout.shape)) for layout in layouts]
         plans = [self._plan(rank, params, layouts) for rank in range(self.ranks)]
         self._check_plans(plans, params)
-        exchanged = [*zip(*(self._in_order(plan) for plan in plans), strict=True)]
+        exchanged = [*zip(*(itertools.chain(*plan[0]) for plan in plans), strict=True)]
         for chunks in exchanged:
             self._carry(chunks, params, layouts, wholes)
-        for layout, whole in zip(layouts, wholes, strict=True):
-            self._carry_contributions(layout, whole)
         return len(exchanged)
 
     def _options(self, number: int) -> Any:
@@ -133,9 +131,6 @@ class Problem:
         )
         return planning.plan_shared([group], 1, self.flow)
 
-    def _in_order(self, plan: Any) -> list[Any]:
-        return [chunk for of_group in plan[0] for chunk in of_group]
-
     def _check_plans(self, plans: list[Any], params: list[nn.Parameter]) -> None:
         """All ranks agree on chunks and owners; together they own every matrix once."""
         number = {param: k for k, param in enumerate(params)}
@@ -144,7 +139,7 @@ class Problem:
             return number[member.param], member.job.region
 
         agreed = [
-            [(tuple(map(described, c.members)), c.owners) for c in self._in_order(plan)]
+            [(tuple(map(described, c.members)), c.owners) for c in itertools.chain(*plan[0])]
             for plan in plans
         ]
         if any(one != agreed[0] for one in agreed):
@@ -188,7 +183,7 @@ class Problem:
         inboxes = self._gathered(
             routes, lambda rank, part: part.box.view(locals_[rank][numbers[part.job]])
         )
-        answers = [self._message(route.answered) for route in routes]
+        answers = [torch.zeros(route.answered.size, dtype=torch.uint8) for route in routes]
         for rank, route in enumerate(routes):
             put = {job: torch.full_like(regions[job], torch.nan) for job in route.owned}
             for part in route.gathered.parts:
@@ -236,32 +231,6 @@ class Problem:
                 if self.beta2 is not None and (rank in member.keepers) != (job in extras):
                     raise DifferenceError(f"rank {rank}: statistics of job {job} do not arrive")
 
-    def _carry_contributions(self, layout: Any, whole: Tensor) -> None:
-        """Replicated gradients that are not reduced: the owner adds up one part of every rank."""
-        distributed = self.distributed
-        plain = distributed.Layout(
-            layout.shape, self.mesh, (distributed.Split(None),) * len(self.mesh)
-        )
-        rows = layout.shape[0]
-        cuts = [(0, rows // 2), (rows // 2, rows - rows // 2)] if rows > 1 else [(0, rows)]
-        rest = tuple((0, size) for size in layout.shape[1:])
-        jobs = [distributed.Job(plain, self.coordinates, (piece, *rest)) for piece in cuts]
-        owners = [k % self.ranks for k in range(len(jobs))]
-        routes = [
-            distributed.make_route(jobs, owners, rank, self.ranks, WIRE.itemsize, from_all=True)
-            for rank in range(self.ranks)
-        ]
-        inboxes = self._gathered(routes, lambda rank, part: part.box.view(whole))
-        for rank, route in enumerate(routes):
-            arrived = Counter(part.job for part in route.gathered.parts)
-            if any(arrived[job] != self.ranks - 1 for job in route.owned):
-                raise DifferenceError(f"rank {rank} hears {arrived} of {self.ranks - 1} others")
-            for part in route.gathered.parts:
-                (piece, *_) = jobs[part.job].region
-                expected = whole.narrow(0, *piece)[part.box.region]
-                if not torch.equal(part.of(inboxes[rank], WIRE), expected):
-                    raise DifferenceError(f"rank {rank}: a contribution to {part.job} is wrong")
-
     def _local(self, layout: Any, whole: Tensor, rank: int) -> Tensor:
         held = whole
         for dim, runs in enumerate(layout.runs(self.coordinates[rank])):
@@ -269,12 +238,9 @@ class Problem:
             held = torch.cat(parts, dim) if parts else held.narrow(dim, 0, 0)
         return held.contiguous()
 
-    def _message(self, message: Any) -> Tensor:
-        return torch.zeros(message.size, dtype=torch.uint8)
-
     def _gathered(self, routes: list[Any], source: Callable[[int, Any], Tensor]) -> list[Tensor]:
         """What arrives where every rank sends its parts: of each what `source` gives."""
-        outboxes = [self._message(route.sent) for route in routes]
+        outboxes = [torch.zeros(route.sent.size, dtype=torch.uint8) for route in routes]
         for rank, route in enumerate(routes):
             for part in route.sent.parts:
                 part.of(outboxes[rank], WIRE).copy_(source(rank, part))

@@ -117,17 +117,6 @@ def test_opcheck(submodule, ops, device, name, path):
     torch.library.opcheck(op.default, ARGUMENTS[name](problem, path))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("wants", [(True, False), (False, True)])
-@pytest.mark.parametrize("name", BACKWARD)
-def test_what_is_not_wanted_is_empty(submodule, ops, device, name, wants, path):
-    problem, op = operands(submodule, device), getattr(ops, f"grouped_lora_{name}")
-    both = op(*BACKWARD[name](problem, path))
-    found = op(*BACKWARD[name](problem, path, wants))
-    for wanted, one, of_both in zip(wants, found, both, strict=True):
-        assert torch.equal(one, of_both) if wanted else one.numel() == 0
-
-
 @pytest.mark.parametrize("path", ["compiled", "measured"])
 def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
     """Paths of the product over packed weights; decoded ones are weights like all others."""
@@ -210,15 +199,6 @@ def test_operands_are_read_in_place(launched):
     assert same_memory(seen["low_rank"][1], problem["lora_a"])
     assert same_memory(seen["grouped_product"][1], problem["weight"])
     assert same_memory(seen["grouped_product"][3], problem["lora_b"])
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
-    problem = operands(submodule, device)
-    _, yb, dgates = ops.grouped_lora_dx(*dx_arguments(problem, path))
-    dx, again, gates_again = ops.grouped_lora_dx(*dx_arguments(problem, path, wants_dx=False))
-    assert dx.shape == (0, K)
-    assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
 
 
 @pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
