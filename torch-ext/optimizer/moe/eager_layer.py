@@ -278,10 +278,13 @@ def _forward(*arguments: Any) -> list[Tensor]:
         return [out]
     kept += [slots, offsets, rows, tiles]
     if len(_kept) >= _MOST_KEPT:
-        _kept.pop(next(iter(_kept)))
-    found = [(one.shape, one.stride(), one.dtype) for one in kept]
-    _kept[_kind_of(leaves, launches, form)] = found
+        _kept.clear()
+    _kept[_kind_of(leaves, launches, form)] = _described(kept)
     return [out, *kept]
+
+
+def _described(tensors: Sequence[Tensor]) -> list[tuple]:
+    return [(one.shape, one.stride(), one.dtype) for one in tensors]
 
 
 def _kind_of(leaves: Sequence[Tensor | None], *constants: Any) -> tuple:
@@ -297,10 +300,12 @@ def _kept_by(
 ) -> list[tuple]:
     """Shape, strides and dtype of all that a forward over these leaves keeps."""
     kind, gates = _kind_of(leaves, launches, form), leaves[-1]
-    if kind not in _kept:  # forgotten since
-        ids = stand_in(gates.shape, gates.stride(), torch.int64, gates.device)
-        prepare(_forward, (*leaves, ids, *frozen), (launches, form, True))
-    return _kept[kind]
+    found = _kept.get(kind)
+    if found is None:  # forgotten since
+        ids = stand_in(gates.shape, (gates.shape[1], 1), torch.int64, gates.device)
+        _, *kept = prepare(_forward, (*leaves, ids, *frozen), (launches, form, True))
+        found = _described(kept)
+    return found
 
 
 def _backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
