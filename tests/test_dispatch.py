@@ -92,12 +92,29 @@ def test_code_for_9_0_runs_there_alone(dispatch, pretend, capability):
 )
 def test_what_runs_on_other_gpus(dispatch, pretend, capability, options):
     pretend(capability, **options)
+    by_triton = WITH_TRITON if capability >= (8, 0) else ()
     for op, kernels in dispatch.TABLE.items():
-        assert picked(dispatch, op) == ("triton" if op in WITH_TRITON else kernels.otherwise), op
+        assert picked(dispatch, op) == ("triton" if op in by_triton else kernels.otherwise), op
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"),
+    [((7, 0), "reference"), ((7, 5), "reference"), ((8, 0), "triton"), ((12, 0), "triton")],
+)
+def test_layers_of_experts_take_triton_where_it_has_tensor_cores(
+    dispatch, pretend, capability, taken
+):
+    """Below 8.0 its products run without them, spill kilobytes and compile for minutes."""
+    pretend(capability)
+    choose = dispatch.experts_path.__wrapped__
+    path = choose(GPU, torch.float16)
+    assert path.name == taken
+    assert ("no tensor cores below capability 8.0" in path.reason) == (taken == "reference")
+    assert choose(GPU, torch.float16, "triton").name == "triton", "by name it can be tried"
 
 
 def test_where_triton_is_missing(dispatch, pretend, monkeypatch):
-    pretend((7, 5))
+    pretend((9, 0), compiled=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     assert all(picked(dispatch, op) == "reference" for op in WITH_TRITON)
 

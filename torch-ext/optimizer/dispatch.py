@@ -19,7 +19,9 @@ from ._ops import add_op_namespace_prefix
 _logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)  # the one capability that has wgmma and runs code for 9.0a
-LEAST = (8, 0)  # of the other CUDA kernels, as "8.0+PTX" in build.toml says
+# Of the other CUDA kernels, as "8.0+PTX" in build.toml says, and of Triton's: below it Triton uses
+# no tensor cores, its products spill kilobytes per thread and take minutes to compile.
+LEAST = (8, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ def pick(op: str, device: torch.device) -> Path:
     if device.type == "cuda":
         if _has_cuda_kernel(op, device):
             return Path("compiled", _described(kernels, device))
-        if kernels.triton and has_triton():
+        if kernels.triton and _has_triton_kernels(device):
             return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
     return Path(kernels.otherwise, kernels.because.format(device=device.type))
 
@@ -147,6 +149,11 @@ def _has_cuda_kernel(op: str, device: torch.device) -> bool:
     if TABLE[op].hopper:
         return is_hopper(device)
     return torch.cuda.get_device_capability(device) >= LEAST
+
+
+def _has_triton_kernels(device: torch.device) -> bool:
+    served = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST
+    return served and has_triton()
 
 
 def _described(kernels: Kernels, device: torch.device) -> str:
@@ -197,7 +204,7 @@ def explain(op: str, device: torch.device | str) -> str:
 
 # The mixture-of-experts ops, whose path depends on the dtype and on the caller's wish, too:
 # path      | what                                  | taken by "auto"
-# triton    | kernels/experts/*_triton.py           | CUDA with Triton
+# triton    | kernels/experts/*_triton.py           | CUDA from capability 8.0 on, with Triton
 # measured  | as triton; products over 4-bit        | over 4-bit experts instead of triton
 #           | experts by CUDA where that is faster  |
 # compiled  | as triton; products over 4-bit        | never; by name, on capability 9.0
@@ -241,9 +248,12 @@ def experts_path(
         return Path("reference", "shapes only")
     if dtype == torch.float64:
         return Path("reference", "float64 is computed by torch, expert after expert")
+    lacking = f"no kernel for {device.type} tensors"
     if device.type == "cuda" and torch.version.hip is None and has_triton():
-        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
-    return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
+        if _has_triton_kernels(device):
+            return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+        lacking = "Triton uses no tensor cores below capability 8.0"
+    return Path("reference", f"torch, expert after expert; {lacking}")
 
 
 @torch.compiler.assume_constant_result
