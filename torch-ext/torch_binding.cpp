@@ -44,7 +44,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor? codebook, int[] stored, "
       "int blocksize, bool along, Tensor? low, Tensor? factor, Tensor? bias, Tensor? gates, "
       "Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter, int format, "
-      "int block_rows) -> ()");
+      "int block_rows, Tensor(b!)? activated, bool early) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "

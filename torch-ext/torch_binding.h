@@ -91,7 +91,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
                       std::optional<Tensor> factor, std::optional<Tensor> bias,
                       std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
                       const Tensor& out, int64_t fan, bool scatter, int64_t format,
-                      int64_t block_rows);
+                      int64_t block_rows, std::optional<Tensor> activated, bool early);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

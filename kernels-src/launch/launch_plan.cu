@@ -112,7 +112,7 @@ void read_arguments(Reader& reader, int64_t count, size_t bases, Step& step) {
   }
 }
 
-constexpr int64_t kProductAddresses = 11;
+constexpr int64_t kProductAddresses = 12;
 
 void read_product(Reader& reader, nf4_product::Problem& p) {
   for (int64_t* size : {&p.x_row, &p.factor_expert, &p.factor_rank, &p.factor_column, &p.experts,
@@ -124,6 +124,7 @@ void read_product(Reader& reader, nf4_product::Problem& p) {
   p.scatter = reader.next() != 0;
   p.format = static_cast<nf4_product::Format>(reader.next());
   p.row_shift = static_cast<int>(reader.next());
+  p.early = reader.next() != 0;
 }
 
 Step read_step(Reader& reader, const Plan& plan, size_t operands) {
@@ -294,6 +295,7 @@ class Playing {
     p.slots = address_of<const int64_t>(*next++);
     p.offsets = address_of<const int64_t>(*next++);
     p.out = address_of<void>(*next++);
+    p.activated = address_of<void>(*next++);
     nf4_product::run(p, device_, streams_[step.first]);
   }
 

@@ -33,6 +33,7 @@ inline CUtensorMap packed_map(const Problem& p) {
   return map;
 }
 
+// tile_columns: of both boxes, where a tile has two.
 inline Arguments arguments_of(const Problem& p, int tile_columns) {
   Arguments args{};
   args.packed = packed_map(p);
@@ -46,6 +47,7 @@ inline Arguments arguments_of(const Problem& p, int tile_columns) {
   args.slots = p.slots;
   args.offsets = p.offsets;
   args.out = static_cast<char*>(p.out);
+  args.activated = static_cast<char*>(p.activated);
   args.x_row = p.x_row * 2;
   args.low_row = p.rank * 2;
   args.factor_expert = p.factor_expert * 2;
@@ -60,18 +62,25 @@ inline Arguments arguments_of(const Problem& p, int tile_columns) {
   args.columns = static_cast<int>(p.columns());
   args.rank = static_cast<int>(p.rank);
   args.fan = static_cast<int>(p.fan);
-  args.column_blocks = (args.columns + tile_columns - 1) / tile_columns;
+  args.tile_columns = tile_columns;
+  args.box_columns = kBoxColumns;
+  int width = args.columns;
+  if (p.activated != nullptr) {  // the second box holds the columns that the first's go with
+    width = args.box_columns = args.columns / 2;
+    args.tile_columns = kBoxColumns;
+  }
+  args.column_blocks = (width + args.tile_columns - 1) / args.tile_columns;
   args.scatter = p.scatter;
   args.row_shift = p.row_shift;
   args.scale_rows = static_cast<int>(p.scale_rows());
   return args;
 }
 
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, bool kActivates = false>
 void launch(const Problem& p, int device, cudaStream_t stream) {
   using Map = SharedMap<kFormat>;
   const Arguments args = arguments_of(p, Map::kColumns);
-  const auto kernel = nf4_product_kernel<kAlong, kFormat>;
+  const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates>;
   constexpr int kShared = Map::kBytes;
   STD_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
@@ -84,11 +93,19 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = p.early ? 1 : 0;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 template <Format kFormat>
 void run_format(const Problem& p, int device, cudaStream_t stream) {
+  if constexpr (kFormat == Format::kFp8) {
+    if (p.activated != nullptr) return launch<true, kFormat, true>(p, device, stream);
+  }
   return p.along ? launch<true, kFormat>(p, device, stream)
                  : launch<false, kFormat>(p, device, stream);
 }

@@ -133,9 +133,9 @@ class Loader {
     const int row = kAlong ? here.column + thread_ : thread_ % kDepth;
     const int column = kAlong ? 0 : here.column + thread_ / kDepth * kPartColumns;
     const ScaleSource<kAlong, kFormat> scales(p_, here.expert, row, column);
-    constexpr int kFurther = (Map::kBoxes - 1) * kBoxColumns;  // to the last box
-    const ScaleSource<kAlong, kFormat> last_scales(p_, here.expert, row + (kAlong ? kFurther : 0),
-                                                   column + (kAlong ? 0 : kFurther));
+    const int to_last = Map::kBoxes == 1 ? 0 : p_.box_columns;
+    const ScaleSource<kAlong, kFormat> last_scales(p_, here.expert, row + (kAlong ? to_last : 0),
+                                                   column + (kAlong ? 0 : to_last));
     for (int k = 0; k < p_.depth; k += kDepth) {
       const uint32_t full = wait_for_empty();
       if (k == 0 && thread_ == 0) {
@@ -144,7 +144,7 @@ class Loader {
       fetch_packed(here, k, full);
 #pragma unroll
       for (int box = 0; box < Map::kBoxes; ++box) {
-        const int further = box * kBoxColumns;
+        const int further = box * p_.box_columns;
         const bool inside = kAlong ? row + further < p_.stored_rows
                                    : row + k < p_.stored_rows && column + further < p_.columns;
         const auto& source = box == 0 ? scales : last_scales;
@@ -185,7 +185,7 @@ class Loader {
     sm90::barrier_arrive_expecting(full, Map::kBoxes * kBoxBytes<kFormat>);
 #pragma unroll
     for (int box = 0; box < Map::kBoxes; ++box) {
-      const int column = where.column + box * kBoxColumns;
+      const int column = where.column + box * p_.box_columns;
       sm90::copy_in(at_.packed(ring_.slot, box), p_.packed, full,
                     (kAlong ? k : column) / kPerByte<kFormat>, kAlong ? column : k, where.expert);
     }

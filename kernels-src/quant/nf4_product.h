@@ -35,8 +35,9 @@ struct Problem {
   const float* gates;     // (R,) in slot order, or null
   const int64_t* slots;
   const int64_t* offsets;
-  void* out;      // (R, columns)
-  int64_t x_row;  // in elements
+  void* out;        // (R, columns); null with `activated` where nobody reads it
+  void* activated;  // (R, columns / 2): silu of the first half times the second, or null
+  int64_t x_row;    // in elements
   int64_t factor_expert;
   int64_t factor_rank;
   int64_t factor_column;
@@ -51,6 +52,7 @@ struct Problem {
   bool scatter;
   Format format;
   int row_shift;  // 0 but for FP8
+  bool early;     // begins before the kernel before it ended, and waits; offsets are there already
 
   int64_t row_blocks() const { return (k + (int64_t{1} << shift) - 1) >> shift; }
   int64_t scale_rows() const { return (n + (int64_t{1} << row_shift) - 1) >> row_shift; }
@@ -86,6 +88,12 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (!on_bytes(p.packed, 16)) return "packed starts off 16 bytes";
   if (!on_bytes(p.x, 16) || p.x_row % 8 != 0 || p.x_row < 0) return "rows of x start off 16 bytes";
   if (!on_bytes(p.out, 4)) return "out starts off 4 bytes";
+  if (p.activated != nullptr) {
+    if (p.format != Format::kFp8 || !p.along || p.scatter || p.gates != nullptr) {
+      return "the activation goes with FP8 along stored rows, in expert order and without gates";
+    }
+    if (!on_bytes(p.activated, 4)) return "the activation's rows start off 4 bytes";
+  }
   if (p.low != nullptr && (!on_bytes(p.low, 16) || p.rank % 8 != 0)) {
     return "the rank is no multiple of 8";
   }

@@ -111,7 +111,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
                       std::optional<Tensor> factor, std::optional<Tensor> bias,
                       std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
                       const Tensor& out, int64_t fan, bool scatter, int64_t format,
-                      int64_t block_rows) {
+                      int64_t block_rows, std::optional<Tensor> activated, bool early) {
   using namespace nf4_product;
   STD_TORCH_CHECK(stored.size() == 3 && slots.dim() == 1,
                   "nf4_product: stored must be (E, N, K), slots (R,)");
@@ -139,8 +139,17 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   STD_TORCH_CHECK(check.plain(slots, ScalarType::Long, {p.rows}) &&
                       check.plain(offsets, ScalarType::Long, {p.experts + 1}),
                   "nf4_product: slots (R,) and offsets (E + 1,) must be contiguous int64");
-  STD_TORCH_CHECK(check.plain(out, ScalarType::BFloat16, {p.rows, p.columns()}),
+  const auto plain = [&](const Tensor& y, int64_t rows, int64_t columns) {
+    return check.plain(y, ScalarType::BFloat16, {rows, columns});
+  };
+  const bool stores = !activated.has_value() || out.size(0) > 0;
+  STD_TORCH_CHECK(plain(out, stores ? p.rows : 0, p.columns()),
                   "nf4_product: out must be (R, columns), contiguous bfloat16");
+  if (activated.has_value()) {
+    STD_TORCH_CHECK(plain(*activated, p.rows, p.columns() / 2),
+                    "nf4_product: activated must be (R, columns / 2), contiguous bfloat16");
+    p.activated = activated->data_ptr();
+  }
   check_lora(check, low, factor, p);
   check_epilogue(check, bias, gates, p);
   p.packed = static_cast<const uint8_t*>(packed.data_ptr());
@@ -150,7 +159,8 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   p.x_row = row_stride(x);
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
   p.offsets = static_cast<const int64_t*>(offsets.data_ptr());
-  p.out = out.data_ptr();
+  p.out = stores ? out.data_ptr() : nullptr;
+  p.early = early;
   if (p.rows == 0) return;
   const int device = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -1,6 +1,7 @@
 #pragma once
 // The persistent kernel of the product over packed weights. See nf4_tile_sm90.cuh for the roles.
 
+#include "common/launch.cuh"
 #include "quant/decode_sm90.cuh"
 #include "quant/nf4_load_sm90.cuh"
 #include "sm90/wgmma.cuh"
@@ -86,20 +87,75 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&sum
   }
 }
 
+// x / (1 + 2^(-x log2 e)) by the instructions of Triton's, whose bits `_glu` of rows_triton.py
+// gives.
+__device__ __forceinline__ float silu(float x) {
+  constexpr float kLog2E = 0x1.715476p+0f;
+  float power, inverse;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, kLog2E)));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(inverse) : "f"(1.0f), "f"(__fadd_rn(power, 1.0f)));
+  return __fmul_rn(inverse, x);
+}
+
+// Of two columns, each rounded before.
+__device__ __forceinline__ uint32_t activated_pair(uint32_t gate, uint32_t up) {
+  const auto wide = [](uint32_t pair) {
+    return float2{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  };
+  const float2 gates = wide(gate), ups = wide(up);
+  return rounded_pair(__fmul_rn(silu(gates.x), ups.x), __fmul_rn(silu(gates.y), ups.y));
+}
+
+// Columns `column` and the next of gate, those of up, and what becomes of them; rows as above.
+template <int kN>
+__device__ __forceinline__ void write_activated(const Arguments& p, const float (&gate)[kN / 2],
+                                                const float (&up)[kN / 2], const TileAt& where,
+                                                int column) {
+  const int width = p.columns / 2;
+  if (column >= width) return;
+  float2 gate_bias{}, up_bias{};
+  if (p.bias != nullptr) {
+    const float* from = p.bias + static_cast<int64_t>(where.expert) * p.columns + column;
+    gate_bias = {from[0], from[1]};
+    up_bias = {from[width], from[width + 1]};
+  }
+  const int first = static_cast<int>(threadIdx.x) % 4 * 2;
+  int64_t at = (static_cast<int64_t>(where.row + first) * width + column) * 2;  // of activated
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (j * 8 + first + i >= where.rows) return;
+      const uint32_t gates = rounded_pair(__fadd_rn(gate[4 * j + i], gate_bias.x),
+                                          __fadd_rn(gate[4 * j + 2 + i], gate_bias.y));
+      const uint32_t ups = rounded_pair(__fadd_rn(up[4 * j + i], up_bias.x),
+                                        __fadd_rn(up[4 * j + 2 + i], up_bias.y));
+      if (p.out != nullptr) {
+        char* out = p.out + 2 * at - 2 * column;
+        *reinterpret_cast<uint32_t*>(out) = gates;
+        *reinterpret_cast<uint32_t*>(out + 2 * width) = ups;
+      }
+      *reinterpret_cast<uint32_t*>(p.activated + at) = activated_pair(gates, ups);
+      at += (i == 0 ? 1 : 7) * 2 * width;
+    }
+  }
+}
+
 // Rows of sentinels, behind the experts' rows, are zero.
-__device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
+__device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, int columns,
+                                                int first) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
   for (int row = first + static_cast<int>(blockIdx.x); row < p.rows;
        row += static_cast<int>(gridDim.x)) {
     const int64_t target = p.scatter ? p.slots[row] : row;
-    auto* out = reinterpret_cast<uint32_t*>(p.out + target * p.columns * 2);
-    for (int i = thread; i < p.columns / 2; i += kConsumers * kWarpgroup) out[i] = 0;
+    auto* out = reinterpret_cast<uint32_t*>(to + target * columns * 2);
+    for (int i = thread; i < columns / 2; i += kConsumers * kWarpgroup) out[i] = 0;
   }
 }
 
 // One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
 // before, whose sums are written meanwhile.
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, bool kActivates>
 class Consumer {
  public:
   using Map = SharedMap<kFormat>;
@@ -129,7 +185,9 @@ class Consumer {
         process_by_least<80, Map::kTokens>(where, more);
       }
     }
-    clear_sentinels(p_, at_.offsets()[p_.experts]);
+    const int first = at_.offsets()[p_.experts];
+    if (!kActivates || p_.out != nullptr) clear_sentinels(p_, p_.out, p_.columns, first);
+    if constexpr (kActivates) clear_sentinels(p_, p_.activated, p_.columns / 2, first);
   }
 
  private:
@@ -178,7 +236,7 @@ class Consumer {
       if constexpr (kBoxes == 1) {
         add_low_rank<kN>(sum[0], factor, rank_ring);
       } else {
-        const Factor second(p_, where, column + kBoxColumns);
+        const Factor second(p_, where, column + p_.box_columns);
         add_low_rank<kN>(sum, factor, second, rank_ring);
       }
     }
@@ -192,12 +250,16 @@ class Consumer {
     }
     if (more && !early) fetch_all(even_);
 
-    sm90::warpgroup_sync(1 + consumer_);
-    extras.publish(at_, consumer_);
-    sm90::warpgroup_sync(1 + consumer_);
+    if constexpr (kActivates) {
+      write_activated<kN>(p_, sum[0], sum[1], where, column);
+    } else {
+      sm90::warpgroup_sync(1 + consumer_);
+      extras.publish(at_, consumer_);
+      sm90::warpgroup_sync(1 + consumer_);
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      write<kN>(sum[box], where, column + box * kBoxColumns);
+      for (int box = 0; box < kBoxes; ++box) {
+        write<kN>(sum[box], where, column + box * kBoxColumns);
+      }
     }
     // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
     // for each of them.
@@ -515,7 +577,7 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   if (thread == 0) starts[p.experts] = before;
 }
 
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, bool kActivates>
 __global__ void __launch_bounds__(kThreads, 1)
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
@@ -532,6 +594,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_for_copies();
   }
   make_tables(p, at);
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
@@ -539,7 +603,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Loader<kAlong, kFormat>(p, at).run();
   } else {
     take_registers<Map::kConsumerRegisters>();
-    Consumer<kAlong, kFormat>(p, at, warpgroup - 1).run();
+    Consumer<kAlong, kFormat, kActivates>(p, at, warpgroup - 1).run();
   }
 }
 

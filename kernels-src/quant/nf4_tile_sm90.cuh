@@ -145,6 +145,7 @@ struct Arguments {
   const int64_t* slots;
   const int64_t* offsets;  // (E + 1,)
   char* out;               // (R, columns), contiguous
+  char* activated;         // (R, columns / 2), contiguous
   int64_t x_row;           // bytes
   int64_t low_row;
   int64_t factor_expert;
@@ -163,6 +164,9 @@ struct Arguments {
   bool scatter;    // rows go to their slots
   int row_shift;   // log2 of a block's rows
   int scale_rows;  // rows of scales of an expert
+  // Of a wide tile: columns from a tile to the next, and from its first box to the second
+  int tile_columns;
+  int box_columns;
 };
 
 // What every role knows about a tile.
@@ -193,7 +197,8 @@ __device__ __forceinline__ TileAt locate(const Arguments& p, const Map& at, int 
   const Place place =
       tiles <= kBand ? Place{unit % tiles, unit / tiles} : place_of(unit, tiles, p.column_blocks);
   const RowRange range = row_range(rows, tiles, place.row_tile);
-  return {expert, place.block * Map::kColumns, first + range.first, range.count};
+  const int columns = Map::kBoxes == 1 ? Map::kColumns : p.tile_columns;
+  return {expert, place.block * columns, first + range.first, range.count};
 }
 
 template <typename Map>

@@ -230,6 +230,12 @@ def expert_products(opt) -> Iterator[None]:
                 problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras)
                 test_packed_product_gpu.check(module, device, reference, problem)
                 yield
+    activation = (
+        test_packed_product_gpu.test_an_activation_in_the_product_has_the_bits_of_its_own_launch
+    )
+    for keeps in (True, False):
+        activation(module, reference, device, 72, 264, keeps)
+        yield
 
 
 def chains(opt) -> Iterator[None]:

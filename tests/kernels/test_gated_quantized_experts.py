@@ -157,6 +157,107 @@ def compare_with_stages(layer, apart, taken) -> None:
         assert relative_error(found[name], value) <= 2e-6, name
 
 
+@pytest.mark.parametrize("keeps", (True, False))
+def test_a_product_that_activates_spares_the_launch(
+    moe, device, submodule, monkeypatch, watch, keeps
+):
+    """The same layer, what is kept included; gate and up are not even stored for nobody."""
+    monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+    place = submodule("kernels.quant.gated_quantized_experts_triton")
+    by_triton = submodule("kernels.quant.packed_product_triton").packed_product
+    glu, forward, stored = place.glu_triton, place.gated_quantized_experts_triton, []
+
+    def compiled(*operands, activated=None, early=False, **options):
+        *others, out = operands
+        stored.append(out.shape[0])
+        wide = out if out.shape[0] else out.new_empty((others[5].shape[0], out.shape[1]))
+        by_triton(*others, wide, **options)
+        if activated is not None:
+            activated.copy_(glu(wide, "silu", False))
+
+    launched = watch(place, "glu_triton", lambda *_: "glu")
+    layer = Layer(moe, device, Problem(quant_type="fp8", dtype=torch.bfloat16, intermediate=64))
+    with contextlib.nullcontext() if keeps else torch.no_grad():
+        run = layer.step if keeps else lambda: {"y": layer.forward()}
+        expected = run()
+        assert launched == ["glu"]
+        by_name = lambda one, _, *rest: forward(one, "compiled", *rest)  # noqa: E731
+        monkeypatch.setattr(place, "gated_quantized_experts_triton", by_name)
+        product = submodule("kernels.quant.packed_product")
+        monkeypatch.setattr(product, "prefer_compiled", compiled)
+        found = run()
+    rows = layer.ids.numel()
+    assert launched == ["glu"] and stored == [rows if keeps else 0, rows]
+    assert_all_same_bits(found.values(), expected.values())
+
+
+class Launches:
+    """What a layer would launch, in order: its stream, name, and whether it is early or signals."""
+
+    NAMES = (
+        *("low_rank", "reorder", "product_of_stack", "glu_triton", "glu_backward_dots"),
+        "expert_products",
+    )
+
+    def __init__(self, place, monkeypatch) -> None:
+        self.found: list[tuple[str, str, bool, bool]] = []
+        self.stream = "first"
+        for name in self.NAMES:
+            monkeypatch.setattr(place, name, self.noted(name))
+        monkeypatch.setattr(place, "beside", lambda *_, **__: contextlib.nullcontext(self))
+
+    def noted(self, name: str):
+        def launch(*operands, early=False, signals=False, **_):
+            if name == "product_of_stack":  # the compiled one lets the next begin
+                early, signals = operands[3]["early"], "activated" in operands[3]
+            self.found.append((self.stream, name, early, signals))
+            if name == "glu_triton":
+                return operands[0].chunk(2, 1)[0].contiguous()
+            return signals
+
+        return launch
+
+    @contextlib.contextmanager
+    def there(self):
+        self.stream = "second"
+        yield
+        self.stream = "first"
+
+    def there_waits(self) -> None:
+        self.found.append(("second", "wait", False, False))
+
+    def here_waits(self) -> None:
+        self.found.append(("first", "wait", False, False))
+
+
+@pytest.mark.parametrize("lora", (True, False))
+@pytest.mark.parametrize("activates", (True, False))
+def test_early_launches_follow_what_lets_them_begin(
+    moe, device, submodule, monkeypatch, activates, lora
+):
+    """Products behind x A^T, dY B or a copy of B; these behind a product that activates."""
+    monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+    place = submodule("kernels.quant.gated_quantized_experts_triton")
+    formats = submodule("kernels.quant.formats")
+    monkeypatch.setattr(place, "overlaps", lambda _: True)
+    monkeypatch.setattr(formats.InRegisters, "activates", lambda *_: activates)
+    launches = Launches(place, monkeypatch)
+    ranks = {} if lora else {"rank": None, "rank_down": None, "wanted": ("x", "gates")}
+    Layer(moe, device, Problem(quant_type="fp8", **ranks)).step()
+    signalled = {"first": False, "second": False}
+    for stream, name, early, signals in launches.found:
+        assert signalled[stream] or not early, (stream, name)
+        signalled[stream] = signals
+    early = sorted(name for _, name, is_early, _ in launches.found if is_early)
+    if not lora:
+        assert early == ["product_of_stack"] * activates
+        return
+    # Both copies of the forward, or its first; both low-rank products behind a copy, or dY B
+    low = ["low_rank"] * (1 + activates)
+    assert early == [*low, *["product_of_stack"] * 4, *["reorder"] * (1 + activates)]
+    assert ("glu_triton" in {name for _, name, *_ in launches.found}) is not activates
+
+
 @pytest.mark.parametrize(("problem", "at_once"), SLICED, ids=str)
 def test_slices_equal_their_stages(
     moe, device, submodule, monkeypatch, stages_apart, problem, at_once

@@ -94,6 +94,35 @@ def on_device(device):
         yield
 
 
+@pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
+def test_it_activates_where_it_is_taken_and_a_tile_has_two_boxes(
+    module, dispatch, submodule, monkeypatch, path
+):
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    paid = []
+    monkeypatch.setattr(module, "pays", lambda *a: paid.append(a) or len(paid) == 1)
+    submodule("kernels.quant.formats.fp8")
+    formats = submodule("kernels.quant.formats")
+    packed, absmax, table, _, stored, *_ = stack()
+    fp8 = formats.format_of("fp8")
+    of_fp8 = formats.Stack(fp8, (packed.repeat(2), torch.ones(3)), stored, True)
+
+    def asked(one=of_fp8, x=None, activation="silu", interleaved=False) -> bool:
+        x = rows() if x is None else x
+        return one.format.activates(path, x, one, 300, activation, interleaved)
+
+    assert asked() is (path != "triton")
+    assert asked() is (path == "compiled")  # it does not pay any more
+    assert paid == ([(100.0, 128, True)] * 2 if path == "measured" else [])
+    paid.clear()
+    four_bit = formats.Stack(formats.format_of("nf4"), (packed, absmax, table), stored, True)
+    across = formats.Stack(fp8, of_fp8.tensors, stored, False)
+    half = rows(dtype=torch.float16)
+    assert not any((asked(four_bit), asked(across), asked(x=half), asked(interleaved=True)))
+    assert not asked(activation="gelu")
+    assert paid == []
+
+
 # Mean rows per expert, depth of the sum, whether it is the forward; whether CUDA was faster
 # (2026-11-22-nf4-products.md).
 MEASURED = {

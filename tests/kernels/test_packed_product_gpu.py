@@ -240,6 +240,44 @@ def test_a_layer_of_gpt_oss_s_size(verify, kind, along):
     verify(KINDS[kind]((256, 0, 300, 1, 97), 5760, 2880, along, 16, 2, False))
 
 
+@pytest.mark.parametrize("keeps", (True, False))
+@pytest.mark.parametrize("n", (264, 1536))
+@pytest.mark.parametrize("rank", (0, 16, 72))
+def test_an_activation_in_the_product_has_the_bits_of_its_own_launch(
+    module, submodule, device, rank, n, keeps
+):
+    """By both instructions, where gate and up end inside of a box or with it; zero of sentinels."""
+    bias = {"bias": rank == 72, "sentinels": 5}
+    problem = Fp8((0, 80, 81, 144, 145, 300, 1), n, 192, True, rank, 1, **bias)
+    arguments, _ = problem.operands(device, submodule)
+    arguments["x"] = arguments["x"] / 64  # where silu bends
+    wide = module.packed_product(**arguments)
+    expected = submodule("kernels.experts.rows_triton").glu_triton(wide, "silu", False)
+    for early in (False, True):
+        out = torch.full((len(wide) if keeps else 0, n), torch.nan, device=device).bfloat16()
+        h = torch.full_like(expected, torch.nan)
+        module.packed_product(**arguments, out=out, activated=h, early=early)
+        assert_same_bits(h, expected)
+        if keeps:
+            assert_same_bits(out, wide)
+
+
+def test_an_activation_goes_with_fp8_in_expert_order_alone(module, submodule, device):
+    for kind, extras in (
+        (Nf4, {}),
+        (Fp8, {"along": False}),
+        (Fp8, {"grouped_out": False}),
+        (Fp8, {"gated": True}),
+    ):
+        problem = kind((10, 20), 128, 128, fan=1, **extras)
+        arguments, _ = problem.operands(device, submodule)
+        h = torch.empty(30, 64, dtype=torch.bfloat16, device=device)
+        with pytest.raises(RuntimeError, match="the activation goes with FP8 along stored rows"):
+            module.packed_product(**arguments, activated=h)
+    with pytest.raises(RuntimeError, match=r"activated must be \(R, columns / 2\)"):
+        module.packed_product(**{**arguments, "gates": None}, activated=h[:, 1:])
+
+
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("kind", ("nf4-64", "nf4-256", "mxfp4", "fp8"))
 def test_a_weight_is_used_as_it_decodes(module, submodule, device, codebook, kind, along):

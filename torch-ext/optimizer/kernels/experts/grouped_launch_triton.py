@@ -396,11 +396,13 @@ def expert_products(
     order: ExpertOrder,
     *,
     in_place: bool = True,
+    later: list[tuple[Tensor, Tensor]] | None = None,
 ) -> None:
     """Sums over every expert's rows, two in a launch where their results lie alike.
 
     Where experts are fastest in a result, `in_place` shares its tiles between neighbours; else it
-    is computed apart and reordered, which takes as much memory again.
+    is computed apart and reordered, which takes as much memory again. `later` takes such copies and
+    where they go, for `reorder`, which is launched here without it.
     """
     scattered = [one for one in sums if is_scattered(one.out)]
     plain = [one for one in sums if not is_scattered(one.out)]
@@ -415,7 +417,10 @@ def expert_products(
         _launch_expert_products(plain[at : at + 2], gates, order, False)
     if not in_place:
         for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
-            reorder(apart.out, one.out)
+            if later is None:
+                reorder(apart.out, one.out)
+            else:
+                later.append((apart.out, one.out))
 
 
 def _launch_expert_products(

@@ -72,7 +72,6 @@ _SCALAR_TYPES = {
 _ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
 _MOST_KEPT = 4096  # tags, and refusals
-_URGENT = -1  # the lower the number, the higher the priority
 _NO_MEMORY = "aoti_torch_empty_strided"  # in the message of an allocation that failed
 
 _here = threading.local()
@@ -131,22 +130,21 @@ class Streams:
 
 
 @functools.cache
-def _second(first: torch.cuda.Stream, urgent: bool) -> torch.cuda.Stream:
-    return torch.cuda.Stream(first.device, priority=_URGENT if urgent else 0)
+def _second(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(first.device)
 
 
 @contextlib.contextmanager
-def beside(x: Tensor, *, urgent: bool = False) -> Iterator[Streams]:
+def beside(x: Tensor) -> Iterator[Streams]:
     """Yields two streams of x's device, which meet at the end of the context.
 
     Args:
         x: Where it lies, the launches run. Away from a GPU nothing runs beside anything.
-        urgent: Blocks of the second stream go before those of the first where both wait.
     """
     streams = Streams()
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
-        streams = Streams(first, _second(first, urgent))
+        streams = Streams(first, _second(first))
         begins_beside(first, streams.second)
     streams.there_waits()
     try:
@@ -445,18 +443,19 @@ class Recording(TorchDispatchMode):
     def _nf4_product(self, *args: Any) -> None:
         """Take down a call of the compiled product: its sizes and addresses, in the C++ order."""
         x, packed, absmax, codebook, stored, blocksize, along, low, factor, bias, gates = args[:11]
-        slots, offsets, out, fan, scatter, format, block_rows = args[11:]
+        slots, offsets, out, fan, scatter, format, block_rows, activated, early = args[11:]
         experts, n, k = stored
         if slots.shape[0] == 0:
             return
-        step = _Step([])
-        for one in (packed, absmax, codebook, x, low, factor, bias, gates, slots, offsets, out):
+        step = _Step([], early=early)
+        places = (packed, absmax, codebook, x, low, factor, bias, gates, slots, offsets)
+        for one in (*places, out, activated):
             step.arguments.append((_VALUE, 0) if one is None else self._address(one, step))
         row = x.stride(0) if x.shape[0] > 1 else 0
         strides, rank = ((0, 0, 0), 0) if factor is None else (factor.stride(), factor.shape[1])
         sizes = (row, *strides, experts, slots.shape[0], n, k, rank, fan)
         flags = (blocksize.bit_length() - 1, int(along), int(scatter))
-        flags = (*flags, format, block_rows.bit_length() - 1)
+        flags = (*flags, format, block_rows.bit_length() - 1, int(early))
         stream = self._stream(torch.cuda.current_stream(self._device))
         step.stream = stream
         step.code = [_NF4_PRODUCT, stream, *sizes, *flags]

@@ -247,12 +247,14 @@ def product_of_stack(
             out, as of `packed_product` of packed_product_triton.py.
         slice_experts: 0 for registers.
         direction: "forward" or "dx", which chooses the tiles of slices.
-        options: tile_rows, fan, scatter and, where wanted, bias, gates, other and other_fan.
+        options: tile_rows, fan, scatter and, where wanted, bias, gates, other and other_fan, early
+            and activated as of `Format.product`.
         path: See `Format.product`.
     """
     if slice_experts:
         from .sliced_product_triton import sliced_product
 
+        options = {name: one for name, one in options.items() if name != "early"}
         return sliced_product(*operands, count=slice_experts, direction=direction, **options)
     return operands[1].format.product(path, *operands, **options)
 

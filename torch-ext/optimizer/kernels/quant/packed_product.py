@@ -90,6 +90,8 @@ def _fake(  # noqa: PLR0913
     scatter,
     format,
     block_rows,
+    activated,
+    early,
 ):
     return None
 
@@ -115,6 +117,8 @@ def packed_product(  # noqa: PLR0913
     kind: str = "4bit",
     block_rows: int = 1,
     nested: tuple[Tensor, Tensor, Tensor] | None = None,
+    activated: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Multiply every expert's rows with its packed weight; no gradients, no other path.
 
@@ -134,10 +138,14 @@ def packed_product(  # noqa: PLR0913
         gates: (T, k) of any floating dtype; scale the rows of the result.
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
         grouped_out: Write in expert order instead of slot order.
-        out: (R, columns), contiguous, bfloat16.
+        out: (R, columns), contiguous, bfloat16; of no rows if only `activated` is wanted.
         kind: Of the stack.
         block_rows: Stored rows that share a scale, of FP8.
         nested: As of `PackedStack`, with absmax in uint8.
+        activated: (R, columns / 2), contiguous, bfloat16, where `activates`: silu of the first half
+            of the columns times the second half, in expert order and without gates.
+        early: It begins while the launch before it ends, and waits for it; offsets were there when
+            that one began.
 
     Returns:
         (R, columns) in bfloat16, or `out`; zero for sentinels.
@@ -176,6 +184,8 @@ def packed_product(  # noqa: PLR0913
         not grouped_out,
         KINDS.index(kind),
         1 << shift_of(block_rows),
+        activated,
+        early,
     )
     return out
 
@@ -234,6 +244,21 @@ def refusal(x: Tensor, stack: PackedStack) -> str | None:
     return None
 
 
+def activates(x: Tensor, stack: PackedStack, activation: str, interleaved: bool) -> bool:
+    """Whether the compiled op applies the activation behind a product along stored rows.
+
+    A tile of FP8 holds two boxes of columns: of the gate, and the columns of up that go with them.
+
+    Args:
+        x: Rows.
+        stack: Of gate and up.
+        activation: Its name.
+        interleaved: Whether columns of gate and up alternate.
+    """
+    fits = stack.kind == "fp8" and activation == "silu" and not interleaved
+    return fits and refusal(x, stack) is None
+
+
 def pays(mean_rows: float, depth: int, along: bool) -> bool:
     """Whether it takes less time than Triton's product: a rule from times on one H200.
 
@@ -268,9 +293,15 @@ def prefer_compiled(
     offsets: Tensor,
     tiles: Tensor,
     out: Tensor | None,
+    *,
+    activated: Tensor | None = None,
+    early: bool = False,
     **options,
 ) -> Tensor | None:
-    """What packed_product_triton.py does with these arguments, by CUDA if it can."""
+    """What packed_product_triton.py does with these arguments, by CUDA if it can.
+
+    `activated` and `early` as in `packed_product`; Triton's knows neither.
+    """
     from .packed_product_triton import gate_and_dot
     from .packed_product_triton import packed_product as by_triton
 
@@ -302,6 +333,8 @@ def prefer_compiled(
         kind=kind,
         block_rows=block_rows,
         nested=nested,
+        activated=activated,
+        early=early,
     )
     if other is None:
         return None

@@ -173,12 +173,20 @@ class Format(abc.ABC):
         del mean_rows, depth, along
         return False
 
+    def activates(
+        self, path: str, x: Tensor, stack: Stack, rows: int, activation: str, interleaved: bool
+    ) -> bool:
+        """Whether `product` applies the activation; see `packed_product.activates`."""
+        del path, x, stack, rows, activation, interleaved
+        return False
+
     def product(
         self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
     ) -> Tensor | None:
         """One grouped product that decodes in registers; arguments as of packed_product_triton.py.
 
         Path "compiled" takes the compiled product where it can, "measured" where it is faster too.
+        Its `early` and `activated` are options, too: the latter where `activates`.
         """
         raise NotImplementedError(self.registers_refusal(stack.stored))
 
@@ -267,8 +275,27 @@ class InRegisters(Format):
         """As of `packed_product`."""
         return packed_product.pays(mean_rows, depth, along)
 
+    def activates(
+        self, path: str, x: Tensor, stack: Stack, rows: int, activation: str, interleaved: bool
+    ) -> bool:
+        """Where the compiled product is taken, and can."""
+        opened = self.opened(stack.tensors, stack.stored)
+        fits = packed_product.activates(x, opened, activation, interleaved)
+        if not stack.transposed or not fits:
+            return False
+        experts, _, k = stack.stored
+        measured = path == dispatch.MEASURED and dispatch.is_hopper(x.device)
+        return path == "compiled" or (measured and self.compiled_pays(rows / experts, k, True))
+
     def product(
-        self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
+        self,
+        path: str,
+        x: Tensor,
+        stack: Stack,
+        *operands: Any,
+        activated: Tensor | None = None,
+        early: bool = False,
+        **options: Any,
     ) -> Tensor | None:
         """By CUDA or Triton."""
         operands = (x, self.opened(stack.tensors, stack.stored), *operands)
@@ -276,6 +303,7 @@ class InRegisters(Format):
         if path == "compiled" or (
             path == dispatch.MEASURED and packed_product.compiled_is_faster(operands, pays)
         ):
+            options |= {"activated": activated, "early": early}
             return packed_product.prefer_compiled(*operands, **options)
         from ..packed_product_triton import packed_product as by_triton
 
