@@ -73,6 +73,15 @@ def jobs() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path.stem}: {name}", {"permissions": workflow["permissions"], **job}
 
 
+def test_a_pull_request_that_changes_what_prebuilds_builds() -> None:
+    text = (ROOT / ".github/workflows/build.yml").read_text()
+    (listed,) = re.findall(r"pull_request:\n    paths:\n((?:      - .*\n)+)", text)
+    imported = re.findall(r"^from (\w+)", (ROOT / "tools/prebuild.py").read_text(), re.M)
+    ours = [name for name in imported if list((ROOT / "tools").glob(f"{name}*"))]
+    assert {"compile_triton", "local_build"} <= set(ours)
+    assert [name for name in (*ours, "prebuild") if f"tools/{name}" not in listed] == []
+
+
 def test_rights_are_kept_apart() -> None:
     """One job signs, one step of another has the token, nobody writes to the repository."""
     rights, secrets = {}, {}
