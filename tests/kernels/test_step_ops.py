@@ -267,7 +267,7 @@ def wild(lists) -> None:
 
 # (op, change of its lists, options, error, message); the second parameter is bfloat16 where both
 # are (6, 4) in apply_update.
-MOMENTS = {"beta2": 0.9}
+MOMENTS = {"second_moments": [(6, 2)] * 2, "beta2": 0.9}
 BREAKS = [
     ("momentum", pop(1), {}, ValueError, "buffers has 1 entries and grads has 2"),
     ("momentum", put(2, lambda x: x.mT), {}, ValueError, r"out\[1\] has shape \(4, 6\), grads\[1"),
@@ -283,22 +283,10 @@ BREAKS = [
     ("apply_update", put(1, torch.Tensor.long), {}, TypeError, r"updates\[1\] must be one of"),
     ("apply_update", None, {"lr": (2,)}, ValueError, r"lr must be a number or .*shape \(2,\)"),
     ("apply_update", None, {"second_moments": [(6, 1)] * 2}, ValueError, "moments needs beta2"),
-    (
-        *("apply_update", None, {"second_moments": [(6, 2)] * 2, **MOMENTS}, ValueError),
-        r"second_moments\[0\] must be \(..., m, 1\) or \(..., 1, n\)",
-    ),
-    (
-        *("apply_update", None, {"residuals": [None, (6, 4)]}, TypeError),
-        r"residuals\[1\] must be int16, got torch.float32",
-    ),
-    (
-        *("apply_update", None, {"residuals": [None, None]}, ValueError),
-        r"residuals\[1\] is None, but its parameter is torch.bfloat16",
-    ),
-    (
-        *("apply_update", None, {"residuals": [int16(6, 4), int16(6, 4)]}, ValueError),
-        r"residuals\[0\] must be None: a torch.float32 parameter loses nothing",
-    ),
+    ("apply_update", None, MOMENTS, ValueError, r"second_moments\[0\] must be \(..., m, 1\) or"),
+    ("apply_update", None, {"residuals": [None, (6, 4)]}, TypeError, r"\[1\] must be int16, got"),
+    ("apply_update", None, {"residuals": [None, None]}, ValueError, r"residuals\[1\] is None"),
+    ("apply_update", None, {"residuals": [int16(6, 4)] * 2}, ValueError, r"s\[0\] must be None"),
     ("adamw", pop(2), {}, ValueError, "exp_avgs has 1 entries and params has 2"),
     ("adamw", put(3, lambda x: x.mT), {}, ValueError, r"exp_avg_sqs\[1\] has shape \(4, 6\), para"),
     ("adamw", put(2, torch.Tensor.bfloat16), {}, TypeError, r"exp_avgs\[1\] must be .*bfloat16"),

@@ -347,11 +347,7 @@ CONFIGS = {
     "switch": (MHA | {"is_mla": 1}, TypeError, "is_mla must be True or False, got 1"),
     "two keys": (MHA | {"q_indices": [0, 0, 1]}, ValueError, "0 is given the key heads 0 and 1"),
     "rows": (MHA | {"head_dim": 5}, ValueError, r"'layers\.0\.attn\.wq\.weight': 12 rows"),
-    "heads": (
-        MHA | {"q_indices": [0, 1, 3]},
-        ValueError,
-        "q_indices of clip_config names head 3, but 12 rows hold 3 heads of 4",
-    ),
+    "heads": (MHA | {"q_indices": [0, 1, 3]}, ValueError, "names head 3, but 12 rows hold 3 heads"),
     "mla rows": (MLA, ValueError, "12 rows are no multiple of the 5 of a head; correct the head"),
 }
 

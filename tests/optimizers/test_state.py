@@ -175,74 +175,52 @@ def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
         muon(opt, params).load_state_dict(saved)
 
 
-def broken(change):
-    def apply(state_dict):
-        state_dict = copy.deepcopy(state_dict)
-        change(state_dict)
-        return state_dict
+def of_group(number: int, **changes):
+    return lambda s: s["param_groups"][number].update(changes)
 
-    return apply
+
+def of_state(number: int, **changes):
+    return lambda s: s["state"][number].update(changes)
 
 
 FAULTS = {
-    "fewer groups": (
-        lambda s: s["param_groups"].pop(),
-        r"groups of \[4\] parameters, the optimizer of \[4, 2\]",
-    ),
+    "fewer groups": (lambda s: s["param_groups"].pop(), r"groups of \[4\] parameters"),
     "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[3, 2\]"),
-    "no state of one": (
-        lambda s: s["state"].pop(0),
-        r"parameter 'experts.w': the loaded state has no momentum_buffer; it has \[\]",
-    ),
-    "missing key": (
-        lambda s: s["state"][4].pop("exp_avg_sq"),
-        r"group 1, parameter 'table': the loaded state has no exp_avg_sq; it has \['exp_avg'",
-    ),
+    "no state of one": (lambda s: s["state"].pop(0), "'experts.w': .* no momentum_buffer; it has"),
+    "missing key": (lambda s: s["state"][4].pop("exp_avg_sq"), "1, .*'table': .* no exp_avg_sq"),
     "wrong shape": (
-        lambda s: s["state"][2].update(momentum_buffer=torch.zeros(3, 3)),
-        r"parameter 'wide': the loaded momentum_buffer has shape \(3, 3\), expected \(4, 12\)",
+        of_state(2, momentum_buffer=torch.zeros(3, 3)),
+        r"'wide': .*momentum_buffer has shape \(3, 3\), expected \(4, 12\)",
     ),
-    "other kind": (
-        lambda s: s["param_groups"][1].update(use_muon=True),
-        "group 1: the saved group is of kind 'muon', this one of 'adamw'",
-    ),
-    "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1 has no 'use_muon'"),
+    "other kind": (of_group(1, use_muon=True), "group 1: .* of kind 'muon', this one of 'adamw'"),
+    "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "group 1 has no 'use_muon'"),
     "no parameters": (
         lambda s: s["param_groups"][0].pop("params"),
         "saved group 0 has no 'params'",
     ),
-    "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
-    "unknown option": (
-        lambda s: s["param_groups"][0].update(momentums=2),
-        "group 0, saved: unknown key 'momentums'; write 'momentum' if that is meant",
-    ),
-    "option of the other kind": (
-        lambda s: s["param_groups"][1].update(ns_steps=5),
-        "group 1: the saved group has 'ns_steps', which an adamw group",
-    ),
+    "bad option": (of_group(0, momentum=2), "group 0: momentum must"),
+    "unknown option": (of_group(0, momentums=2), "group 0, saved: unknown key 'momentums'"),
+    "option of the other kind": (of_group(1, ns_steps=5), "group 1: the saved .*'ns_steps'"),
     "another front end": (
-        lambda s: s["param_groups"][1].update(kind="adamw", betas=(0.5, 0.5), eps=1e-8),
-        "group 1: the saved group has 'betas', 'eps', 'kind', which an adamw group of Muon does",
+        of_group(1, kind="adamw", betas=(0.5, 0.5), eps=1e-8),
+        "group 1: the saved group has 'betas', 'eps', 'kind'",
     ),
     "integer state": (
-        lambda s: s["state"][2].update(momentum_buffer=torch.zeros(4, 12, dtype=torch.int32)),
-        "parameter 'wide': the loaded momentum_buffer must be floating-point.*, got torch.int32",
+        of_state(2, momentum_buffer=torch.zeros(4, 12, dtype=torch.int32)),
+        "'wide': the loaded momentum_buffer must be floating-point.*, got torch.int32",
     ),
     "complex state": (
-        lambda s: s["state"][4].update(exp_avg=torch.zeros(7, 3, dtype=torch.complex64)),
-        "parameter 'table': the loaded exp_avg must be floating-point.*, got torch.complex64",
+        of_state(4, exp_avg=torch.zeros(7, 3, dtype=torch.complex64)),
+        "'table': the loaded exp_avg must be floating-point.*, got torch.complex64",
     ),
     "no values": (
-        lambda s: s["state"][4].update(step=torch.zeros((), device="meta")),
-        "parameter 'table': the loaded step is on the meta device and has no values",
+        of_state(4, step=torch.zeros((), device="meta")),
+        "'table': .*step is on the meta",
     ),
-    "unknown state": (
-        lambda s: s["state"][2].update(exp_avg=torch.zeros(4, 12)),
-        "parameter 'wide': the loaded state has 'exp_avg', which this parameter does not have",
-    ),
+    "unknown state": (of_state(2, exp_avg=torch.zeros(4, 12)), "'wide': .*state has 'exp_avg'"),
     "state of no parameter": (
         lambda s: s["state"].update({9: {"momentum_buffer": torch.zeros(2, 2)}}),
-        r"the state_dict has state for \[9\], which no group lists",
+        r"state for \[9\], which no group lists",
     ),
     "split_sizes of no parameter": (
         lambda s: s["param_groups"][0]["split_sizes"].update(nobody=(2, 2)),
@@ -257,7 +235,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
     optimizer = muon(opt, params)
     train(optimizer, params, 2)
     change, message = FAULTS[fault]
-    saved = broken(change)(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved)
     groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
     kept = [(key, tensor.clone()) for key, tensor in state_tensors(optimizer)]
     with pytest.raises(ValueError, match=message):

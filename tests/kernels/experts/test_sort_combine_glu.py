@@ -169,11 +169,6 @@ def test_compiles_without_a_graph_break(module, device, dynamic):
         ((torch.ones(2, 0, dtype=torch.int64), 4), ValueError, "expert_ids must name experts"),
         ((torch.ones(2, 2, dtype=torch.int64), 0), ValueError, "num_experts must be at least 1"),
         ((torch.ones(2, 2, dtype=torch.int64), 2**12 + 1), ValueError, "at most 4096, got 4097"),
-        (
-            (torch.ones(2, 2, dtype=torch.int64), 2**31),
-            ValueError,
-            "num_experts must be at least 1 a",
-        ),
         ((torch.ones(2, 2, dtype=torch.int64), 4.0), TypeError, "num_experts must be an integer"),
         ((torch.ones(2, 2, dtype=torch.int64), True), TypeError, "num_experts must be an integer"),
         ({"tile_rows": 24}, ValueError, "tile_rows must be a power of two"),
