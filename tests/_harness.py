@@ -37,10 +37,6 @@ class Harness:
         for path in self.sources.source_files(entry):
             write_files(root, {path.relative_to(ROOT).as_posix(): path.read_text()})
 
-    def is_well_formed(self, rows: list) -> bool:
-        result = HEAD | {"rows": [self.report.entry(row) for row in rows]}
-        return result_findings("e", result) == []
-
 
 TEXTS = ("gpu", "driver", "torch", "triton", "commit", "sources")
 CEILINGS = ("bf16_tflops", "fp16_tflops", "copy_tbps")

@@ -1,6 +1,5 @@
 """`end_to_end.json` away from torch: cases, merging, sweeps, text, form, tables. No build."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -195,40 +194,6 @@ def test_rows_that_do_not_belong_together_are_refused(harness, written, key, cas
     assert harness.cases.refusal(None, now, [case]) is None
 
 
-def break_row(number: int, **values):
-    def change(result: dict) -> None:
-        for key, value in values.items():
-            if value is None:
-                del result["rows"][number][key]
-            else:
-                result["rows"][number][key] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (break_row(1, loss=None), "row 1: loss must be a positive number"),
-        (break_row(1, optimizer_ms=0), "row 1: optimizer_ms must be a positive number"),
-        (break_row(1, lr=4e-3), "row 1: lr is 0.004, which is not the best one of the sweep"),
-        (break_row(1, lr_at_edge=True), "row 1: lr_at_edge must say whether lr is the first"),
-        (break_row(1, sweep=[{"lr": 2e-3, "loss": 1}]), "row 1: sweep has 1 rates, at least 5"),
-        (break_row(1, seeds=None), "row 1: seeds must be a list"),
-        (break_row(2, error=None), "row 2: error must be a number"),
-        (break_row(2, speedup=3.0), "row 2: speedup is 3.0, but baseline_wall_ms / wall_ms is 2"),
-        (break_row(3, target=None), "row 3: target is missing"),
-        (lambda r: r["experts"].pop("commit"), "experts.commit must be 40 hexadecimal digits"),
-    ],
-)
-def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
-    result = json.loads(written.read_text())
-    assert result_findings("e", result) == []
-    broken = copy.deepcopy(result)
-    change(broken)
-    assert any(finding.startswith(f"e: {said}") for finding in result_findings("e", broken))
-
-
 def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -> None:
     root = written.parents[3]
     harness.plots.draw(root)
@@ -265,28 +230,6 @@ def test_no_text_is_trained_on_and_held_out(harness, programs: Path) -> None:
     assert (train, held_out) == split([programs, programs], recipe)
     few, _ = split([programs], dataclasses.replace(recipe, train_bytes=10_000))
     assert few == train[: len(few)] and 9_000 < sum(map(len, few)) < 12_000
-
-
-def test_first_calls_are_told_apart(harness, monkeypatch) -> None:
-    """A process that needs a compiler is measured with one, and the row says so."""
-    use = harness.first_use
-    found = {"2048": 1.5, "16": 0.1, "8192": 0.4}
-    asked = []
-
-    listed, unlisted = use.SIZES.values()
-
-    def measure(sizes, *, compiler: bool = False):
-        asked.append((sizes, compiler))
-        return found if compiler or sizes == unlisted else None
-
-    monkeypatch.setattr(use, "measure", measure)
-    rows = [row for row, _ in use.rows(list(use.CASES))]
-    assert asked == [(listed, False), (listed, True), (unlisted, False)]
-    found = [(row.value, row.target, row.compiler) for row in rows]
-    assert found == [(1.5, 2, True), (0.4, 0.3, True), (1.5, 2, False), (0.4, 0.3, False)]
-    assert [row.case for row in rows] == list(use.CASES)
-    assert rows[1].parts == {"16": 0.1, "8192": 0.4}
-    assert list(use.rows([])) == []
 
 
 def test_layers_of_the_first_calls_are_listed_and_not(harness) -> None:

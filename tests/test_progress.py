@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from ._harness import COMMIT, HEAD
-from ._project import write_files
 
 CASES = [f"toy/{number}" for number in range(5)]
 
@@ -262,87 +259,3 @@ some line of the child
 
 def test_bytes_of_kernels_in_order(harness) -> None:
     assert harness.device.parsed(TABLE) == [1536.0, 2_000_000.0]
-
-
-def test_a_counter_that_hangs_is_killed_with_its_children(harness, tmp_path) -> None:
-    """The grandchild would hold the pipe until it ends by itself."""
-    pid, begin = tmp_path / "pid", time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):
-        harness.device.output_of(["/bin/sh", "-c", f"sleep 200 & echo $! > {pid}; wait"], 4)
-    assert time.monotonic() - begin < 100
-    state = Path(f"/proc/{pid.read_text().strip()}/stat")
-
-    def is_gone() -> bool:
-        try:
-            return state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    while not is_gone():  # a busy machine takes a moment to end what was killed
-        assert time.monotonic() - begin < 100
-        time.sleep(0.05)
-
-
-# As far as each is imported, and no further.
-SCATTERMOE = "src/axolotl/integrations/kernels/libs/scattermoe_lora"
-FILES = {
-    "dion": {"dion/__init__.py": "Muon = None"},
-    "nanochat": {
-        "nanochat/__init__.py": "",
-        "nanochat/common.py": "",
-        "nanochat/optim.py": "import nanochat.common; MuonAdamW = None",
-    },
-    "gram-newton-schulz": {
-        "gram_newton_schulz/__init__.py": "class GramNewtonSchulz:\n    def __call__(self): ...",
-    },
-    "quack": {"quack/__init__.py": ""},
-    "axolotl": {
-        "src/axolotl/__init__.py": "import a_whole_trainer",
-        f"{SCATTERMOE}/__init__.py": "import axolotl.integrations.kernels.libs.scattermoe_lora"
-        ".kernels.lora_ops",
-        f"{SCATTERMOE}/kernels/__init__.py": "",
-        f"{SCATTERMOE}/kernels/lora_ops.py": "",
-    },
-}
-PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "axolotl")
-
-
-@pytest.fixture
-def checkouts(harness, tmp_path, monkeypatch) -> Path:
-    for checkout, files in FILES.items():
-        write_files(tmp_path / checkout, files | {"COMMIT": f"{COMMIT}\n"})
-    monkeypatch.setenv("PEERS", str(tmp_path))
-    harness.other_projects.found.cache_clear()
-    harness.other_projects._say_once.cache_clear()
-    yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
-        del sys.modules[name]
-    harness.other_projects.found.cache_clear()
-
-
-def names(harness) -> list[str]:
-    return [peer.name for peer in harness.other_projects.offered(*harness.other_projects.CHECKOUTS)]
-
-
-def test_every_peer_is_found_with_its_commit(harness, checkouts, capsys) -> None:
-    projects = harness.other_projects
-    found = {peer.name: peer for peer in projects.offered(*projects.CHECKOUTS)}
-    assert list(found) == list(projects.CHECKOUTS)
-    assert found["dion"].commit == f"dion {COMMIT}"
-    assert not any(str(checkouts) in place for place in sys.path)
-    both = f"gram-newton-schulz {COMMIT}, quack {COMMIT}"
-    assert found["gram-newton-schulz"].commit == both
-    assert capsys.readouterr().out == ""
-
-
-def test_what_a_checkout_lacks_is_said_once(harness, checkouts, capsys) -> None:
-    """A checkout, a commit, a package that one imports: the others keep their rows."""
-    (checkouts / "quack").rename(checkouts / "elsewhere")
-    (checkouts / "dion" / "COMMIT").unlink()
-    (checkouts / "nanochat/nanochat/common.py").write_text("import no_such_package")
-    assert names(harness) == names(harness) == ["axolotl"]
-    assert capsys.readouterr().out.splitlines() == [
-        f"no rows of dion: {checkouts}/dion has neither .git nor a file COMMIT with its commit",
-        "no rows of nanochat: ModuleNotFoundError: No module named 'no_such_package'",
-        f"no rows of gram-newton-schulz: there is no checkout {checkouts}/quack",
-    ]

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,15 +52,6 @@ def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
     ] * 3
     assert lines[-1] == "verdict on 2 ranks, of 9: 3 pass, 0 short, 6 missing"
     assert not any(tmp_path.iterdir())
-
-
-def test_what_the_time_leaves_is_missing(ranks, tmp_path) -> None:
-    """On all ranks alike, though the clock of one is ahead."""
-    for status, _ in (answers := ranks(2).run(table, tmp_path, time.monotonic() - 1)):
-        assert status == harness("run").UNFINISHED
-    lines = answers[0][1].splitlines()
-    assert lines[-1] == "verdict on 2 ranks, of 9: 0 pass, 0 short, 9 missing"
-    assert sum("the time was over" in line for line in lines) == 9
 
 
 @pytest.mark.parametrize(

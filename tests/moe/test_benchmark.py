@@ -144,20 +144,6 @@ def test_the_gate_finds_wrong_weights(case):
     assert not case.compare()[0]
 
 
-def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
-    goals, report = harness.goals, harness.report
-    layer = harness.problems.of_model("Qwen3-30B-A3B", 2048, 16)
-    times = harness.timer.Times
-    ours, baseline = times(1.0, 1.0, 1.0), times(4.0, 4.0, 4.0)
-    measured = report.Measured(ours, 0.3, "b", baseline, 1e-3, 1e-3, 100.0, 1000.0)
-    wanted = goals.packed_goals(layer, "fwd+bwd")
-    values = {"of_bf16": 1.0512345, "of_least_traffic": "no ncu on this machine"}
-    row = report.judged(report.passed("q", measured), wanted, values)
-    met = {name: one["met"] for name, one in row.goals.items()}
-    expected = dict.fromkeys(("host_of_baseline", "speedup", "ms", "of_baseline_peak"), True)
-    assert met == expected | {"host_ms": False, "of_least_traffic": None, "of_bf16": False}
-
-
 def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
     offload = harness.nf4_offload
     monkeypatch.setattr(offload, "settle", lambda package, calls: [call() for call in calls])
@@ -246,48 +232,3 @@ def test_the_gate_sees_a_gradient_of_another_size(entry, pair) -> None:
     ours, baseline = pair("frozen")
     ours.trained[0].register_hook(lambda grad: grad * 1.2)
     assert not entry.compare(ours, baseline)[0]
-
-
-def test_a_compiled_baseline_is_stepped_by_the_same_parameters(entry, pair, monkeypatch) -> None:
-    """The eager side stays eager; one that cannot be compiled is said and left out."""
-    _, baseline = pair("frozen")
-    calls = []
-
-    def compiled(model, **_):
-        return lambda **inputs: calls.append(1) or model(**inputs)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    step = entry.compiled_step(baseline)
-    step(1)
-    assert len(calls) == 2 and baseline.run is baseline.model
-
-
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_the_row_of_a_case(harness, entry, pair, monkeypatch, mode) -> None:
-    order = []
-    times = {"ours": (4.0, 3.0), "baseline": (8.0, 6.0), "compiled baseline": (6.0, 2.0)}
-    sides = pair("lora")
-    monkeypatch.setattr(entry, "pair", lambda *_: sides)
-    step = entry.Side.step
-    monkeypatch.setattr(entry.Side, "step", lambda side, k: order.append(k) or step(side, k))
-
-    def clock(sides, **_):
-        order.append("clock")
-        return {name: times[name] for name in sides}
-
-    monkeypatch.setattr(entry, "clock", clock)
-    monkeypatch.setattr(entry, "peak_mb", lambda call, _: call() or 5.0)
-    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda **inputs: model(**inputs))
-    monkeypatch.setattr(entry, "settle", order.append)
-    case = f"qwen3-moe-8l/2048/lora/{mode}"
-    built = SimpleNamespace(package="the package")
-    ((row, line),) = entry.rows(built, [case])
-    before = order[: order.index("clock")]
-    assert before[-1] == "the package", "nothing is compiled beside the clock"
-    assert before.count("the package") == entry.WARM_STEPS and set(before) >= set(range(4))
-    assert row.ok and row.speedup == 2.0 and row.tokens_per_s == 512_000
-    assert row.baseline_compiled_wall_ms == (6.0 if mode == "compile" else None)
-    assert harness.is_well_formed([row])
-    goal = {"goal": 2.3 if mode == "compile" else 1.75, "met": mode == "eager"}
-    assert row.goals["speedup"] == {"value": 2.0} | goal
-    assert case in line and ("compiled baseline 6.00 ms" in line) == (mode == "compile")
