@@ -41,6 +41,12 @@ def pages(root: Path = ROOT) -> list[Path]:
     return [path for path in project_files(root) if path.suffix == ".md"]
 
 
+def todays(root: Path) -> list[Path]:
+    """Pages that say what is, not what was."""
+    past = Path("docs/dev/decisions")
+    return [p for p in pages(root) if p.as_posix() not in NOT_TODAYS and not p.is_relative_to(past)]
+
+
 def link_findings(root: Path) -> list[str]:
     """Relative links of pages to a file, or to a heading of a page, that does not exist."""
     found = []
@@ -83,9 +89,7 @@ def source_findings(root: Path) -> list[str]:
     """Source files in backticks of a page that are the end of no path of the project."""
     files = [f"/{path.as_posix()}" for path in project_files(root)]
     found = []
-    for page in pages(root):
-        if page.as_posix() in NOT_TODAYS or page.is_relative_to("docs/dev/decisions"):
-            continue
+    for page in todays(root):
         for name in sorted(set(SOURCE.findall((root / page).read_text())) - GENERATED):
             if not any(Path(path).match(name) for path in files):
                 found.append(f"{page}: names {name}, which is no file of the project")
@@ -99,10 +103,9 @@ def named_test_findings(root: Path) -> list[str]:
     for path in tests:
         known.update(re.findall(r"\bdef (test_\w+)", (root / path).read_text()))
     found = []
-    for page in pages(root):
-        if page.as_posix() not in NOT_TODAYS and not page.is_relative_to("docs/dev/decisions"):
-            names = set(re.findall(r"\btest_[a-z0-9_]+\b", (root / page).read_text()))
-            found += [f"{page}: names {name}, which is no test" for name in sorted(names - known)]
+    for page in todays(root):
+        names = set(re.findall(r"\btest_[a-z0-9_]+\b", (root / page).read_text()))
+        found += [f"{page}: names {name}, which is no test" for name in sorted(names - known)]
     return found
 
 
@@ -110,9 +113,7 @@ def command_findings(root: Path) -> list[str]:
     """Commands on pages whose target, variable or option does not exist."""
     makefile = "\n" + (root / "Makefile").read_text()
     found = []
-    for page in pages(root):
-        if page.as_posix() in NOT_TODAYS or page.is_relative_to("docs/dev/decisions"):
-            continue
+    for page in todays(root):
         for command in COMMAND.findall((root / page).read_text()):
             program, *words = command.split()
             if program == "make":

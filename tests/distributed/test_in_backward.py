@@ -138,11 +138,6 @@ def test_steps_have_the_bits_of_those_that_send_all(
         assert (found["in place"] > 4) == (pushed == 0)
 
 
-def test_three_ranks(ranks) -> None:
-    for found in ranks(3).run(trained, 1, 1, True, 0):
-        assert found["begun"] > 4
-
-
 @pytest.mark.parametrize("how", ["added up", "thrown away"])
 @on_ranks(2)
 def test_what_left_too_early_is_sent_again(opt: Any, how) -> Any:

@@ -80,13 +80,6 @@ def test_what_is_no_path_of_dense_experts(moe, device, backend, reason):
         layer(x, ids, gates)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 30])
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings(moe, device, routing, tokens):
-    problem = LayerProblem(tokens, experts=6, bias=True, train_base=True, routing=routing)
-    assert_layer_close_to_eager(moe, device, problem)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(0, 40),
