@@ -170,16 +170,12 @@ def test_no_node_where_nothing_is_recorded(moe, submodule, device, taken, monkey
     assert len(taken) == 3
 
 
-def test_leading_dimensions_and_no_gradient(moe, device, taken) -> None:
+def test_leading_dimensions(moe, device, taken) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     out = layer(x, ids, gates)
     shaped = [one.reshape(2, 3, -1) for one in (x, ids, gates)]
     assert_same_bits(layer(*shaped), out.reshape(2, 3, -1))
-    with torch.no_grad():
-        alone = layer(x, ids, gates)
-    assert not alone.requires_grad
-    assert_same_bits(alone, out.detach())
-    assert len(taken) == 3
+    assert len(taken) == 2
 
 
 def test_what_is_left_to_the_ops(moe, device, taken) -> None:
