@@ -231,12 +231,23 @@ def poison_uninitialized_memory(request: pytest.FixtureRequest):
     torch.use_deterministic_algorithms(False)
 
 
-class SkipLedger:
-    """Compares the tests a run skipped with a committed list, so that none fades away unseen."""
+class Ledger:
+    """Compares the tests of a run with a committed list, so that none fades away unseen."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.expected_file: Path = config.getoption("--expected-skips")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.differences() and session.exitstatus in (0, 5):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        for line in self.differences():
+            terminalreporter.write_line(line)
+
+
+class SkipLedger(Ledger):
+    """Those that it skipped."""
 
     def record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.skipped or hasattr(report, "wasxfail"):
@@ -245,30 +256,21 @@ class SkipLedger:
     pytest_runtest_logreport = record
     pytest_collectreport = record
 
-    def expected(self) -> set[str]:
-        lines = self.expected_file.read_text().splitlines()
-        return {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.config.stash[SKIPPED] != self.expected() and session.exitstatus in (0, 5):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter) -> None:
-        expected, skipped = self.expected(), self.config.stash[SKIPPED]
-        for node in sorted(skipped - expected):
-            terminalreporter.write_line(f"SKIPPED BUT NOT LISTED in {self.expected_file}: {node}")
-        for node in sorted(expected - skipped):
-            terminalreporter.write_line(f"LISTED in {self.expected_file} BUT NOT SKIPPED: {node}")
+    def differences(self) -> list[str]:
+        file: Path = self.config.getoption("--expected-skips")
+        lines, skipped = file.read_text().splitlines(), self.config.stash[SKIPPED]
+        expected = {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
+        return [
+            *(f"SKIPPED BUT NOT LISTED in {file}: {node}" for node in sorted(skipped - expected)),
+            *(f"LISTED in {file} BUT NOT SKIPPED: {node}" for node in sorted(expected - skipped)),
+        ]
 
 
-class GpuLedger:
-    """Compares the tests that a run without a GPU leaves out with committed numbers per folder.
+class GpuLedger(Ledger):
+    """Those that a run without a GPU leaves out, by numbers per folder.
 
     Nothing runs them there, so nobody would see that one is no longer collected.
     """
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
 
     @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
     def pytest_testnodedown(self, node) -> None:
@@ -277,31 +279,24 @@ class GpuLedger:
 
     def differences(self) -> list[str]:
         found = self.config.stash.get(NEED_GPU, None)
-        if found is None:  # the run ended before it had collected
-            return []
+        if found is None or self.config.getoption("--count-gpu-tests"):
+            return []  # the run ended before it had collected, or its numbers are the list
         lines = GPU_TESTS.read_text().splitlines() if GPU_TESTS.is_file() else []
         listed = {folder: int(count) for folder, count in map(str.split, lines)}
-        return [
+        differing = [
             f"{GPU_TESTS.relative_to(ROOT)} COUNTS {listed.get(folder, 0)} TESTS FOR A GPU in "
             f"{folder}, FOUND {found.get(folder, 0)}"
             for folder in sorted(listed.keys() | found.keys())
             if listed.get(folder, 0) != found.get(folder, 0)
         ]
+        remedy = "if that is meant: python -m pytest tests --collect-only -q --count-gpu-tests"
+        return [*differing, remedy] if differing else []
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.config.getoption("--count-gpu-tests"):
             counted = self.config.stash.get(NEED_GPU, {})
             GPU_TESTS.write_text("".join(f"{folder} {n}\n" for folder, n in counted.items()))
-        elif self.differences() and session.exitstatus in (0, 5):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter) -> None:
-        for line in self.differences():
-            terminalreporter.write_line(line)
-        if self.differences():
-            terminalreporter.write_line(
-                "if that is meant: python -m pytest tests --collect-only -q --count-gpu-tests"
-            )
+        super().pytest_sessionfinish(session)
 
 
 def is_whole(config: pytest.Config) -> bool:

@@ -367,16 +367,6 @@ def test_jvp_of_every_operand(moe, device, name) -> None:
         torch.func.jvp(call, (operands[name],), (operands[name],))
 
 
-def test_jvp_over_four_bit_experts(opt, device) -> None:
-    """torch refuses a Function without one."""
-    stored = torch.randn(2, 16, 64, device=device)
-    packed = opt.moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
-    order = opt.moe.expert_sort(torch.zeros(3, 1, dtype=torch.long, device=device), 2)
-    x = torch.ones(3, 64, device=device)
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"jvp|forward"):
-        torch.func.jvp(lambda x: opt.moe.grouped_lora_linear(x, packed, order), (x,), (x,))
-
-
 def test_jvp_of_the_activation(moe, device) -> None:
     x = torch.ones(3, 4, device=device)
     with pytest.raises(NotImplementedError, match=f"glu {MESSAGE}"):
