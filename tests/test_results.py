@@ -182,7 +182,6 @@ def test_only_a_clean_commit_is_clean(harness, metadata, expected):
 
 
 def test_floors_by_hand(harness):
-    """Bytes and operations of every entry's cases, from their sizes."""
     floor = harness.report.floor_ms
     assert floor(bytes_moved=4.3e9) == pytest.approx(1.0)
     assert floor(bytes_moved=4.3e9, flops=1.58e12) == pytest.approx(2.0)  # the larger one

@@ -430,7 +430,6 @@ def test_the_question_is_the_one_exchange_that_was_there(opt, held, small, per_c
 @pytest.mark.parametrize("held", HELD)
 @on_ranks(2)
 def test_a_rate_in_a_tensor_is_compared_without_reading_it(opt, held) -> None:
-    """A rate in a Tensor, which one rank changes without anyone seeing it on the host."""
     module, original = module_of(opt, "optimizers.sharded.consistency"), None
     rate, found = torch.tensor(0.1), []
     original = module.on_device

@@ -90,7 +90,6 @@ def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
 
 @on_ranks(2)
 def test_the_baseline_reduces_gradients_of_its_own(opt) -> list[float]:
-    """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
     step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.built_package").Built(opt, "0" * 40, True)
     with step.joined("cpu") as here:

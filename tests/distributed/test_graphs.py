@@ -312,7 +312,6 @@ def capture_fails(opt: Any, form: str, action: str) -> tuple[Counter[str], list[
 
 @pytest.mark.parametrize("form", ["shards", "unreduced"])
 def test_ranks_with_and_without_graphs_step_together(ranks, form) -> None:
-    """A rank whose capture fails says so and goes on, to the same bits."""
     (whole, quiet), (broken, said) = ranks(2).run(capture_fails, form, "always")
     assert quiet == []
     assert said

@@ -378,7 +378,6 @@ def test_auto_says_what_fails(opt: Any, what, strict) -> Any:
 @pytest.mark.parametrize("shares", [False, True])
 @on_ranks(2)
 def test_one_rank_goes_on_with_collectives(opt: Any, shares) -> None:
-    """One rank loads state between steps that take collectives."""
     params = on_all("S0")
     policy = module_of(opt, "distributed.choose_transport")
     with pytest.MonkeyPatch.context() as patch:

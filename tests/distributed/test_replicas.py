@@ -80,7 +80,6 @@ def test_gradients_that_a_replica_misses_are_an_error(opt, count) -> Any:
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks()
 def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world) -> Any:
-    """Steps with equal gradients, the first one of a copy, too."""
     params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
     found = [outcome(optimizer, params)]  # without any gradient

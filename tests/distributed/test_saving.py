@@ -124,7 +124,6 @@ def test_a_checkpoint_hears_the_last_answer(opt, tmp_path) -> Any:
 
 @on_ranks(2)
 def test_offload_of_a_part_of_the_state_is_refused(opt: Any) -> Any:
-    """Before anything has moved."""
     params = [torch.nn.Parameter(torch.ones(40, 30)), *plain_params()]
     groups = [
         {"kind": "adamw", "params": params[:1], "lr": 0.1},  # in slices
@@ -209,7 +208,6 @@ def test_a_part_that_one_rank_refuses_to_load_stops_all(opt, held, spoilt, later
 
 @on_ranks(2)
 def test_what_all_ranks_refuse_changes_nothing(opt: Any) -> Any:
-    """All ranks refuse a state_dict, and go on as if it had not been."""
     optimizer, params = sharing(opt, "sharded")
     advance(optimizer, params, 2)  # which makes the state
     bad = copy.deepcopy(optimizer.state_dict())
@@ -227,7 +225,6 @@ def test_what_all_ranks_refuse_changes_nothing(opt: Any) -> Any:
 
 @on_ranks(2)
 def test_one_rank_may_load_what_it_has_whole(opt: Any) -> None:
-    """What every rank has whole is loaded without a word to another rank."""
     optimizer, params = sharing(opt, "replicated")
     advance(optimizer, params, 0)
     if distributed.get_rank() == 0:
@@ -376,7 +373,6 @@ def test_any_ranks_go_on_to_the_same_bits(ranks, saved, held, world) -> None:
 
 @pytest.mark.parametrize(("held", "world"), [("HSDP", 4), ("plain", 1), ("replicated", 3)])
 def test_what_rounding_dropped_is_kept(ranks, held, world, tmp_path) -> None:
-    """bfloat16 parameters with their residuals, saved by three ranks."""
     ranks(3).run(save, "FSDP2", tmp_path / "saved", True)
     (uninterrupted,) = ranks(1).run(expected, True)
     found = same_everywhere(ranks(world).run(go_on, held, tmp_path / "saved", True))
@@ -434,7 +430,6 @@ def test_a_model_may_be_sharded_after_the_optimizer_was_built(ranks) -> None:
 )
 @on_ranks()
 def test_the_initial_step_of_dcp(opt: Any, held, narrow, world) -> None:
-    """What DCP's initial step leaves, and what the first real one says of equal gradients."""
     run = Run(opt, held, narrow=narrow)
     with torch.no_grad():
         for param in run.model.parameters():

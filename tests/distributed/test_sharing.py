@@ -270,7 +270,6 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
 
 @on_ranks(3)
 def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
-    """State of shards, and state of a single rank loaded into shards."""
     params, single = on_all("S0"), plain_params()
     optimizer, alone = (opt.Muon(of_one, beta2=0.9) for of_one in (params, single))
     advance(optimizer, params, 0, 1)

@@ -300,7 +300,6 @@ def test_gradients_of_zeros_are_no_sign_of_a_reduction(opt) -> None:
 
 @on_ranks(4)
 def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
-    """State of one number of ranks serves another."""
     world = distributed.get_world_size()
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))

@@ -87,7 +87,6 @@ def grouped(optimizer):
 )
 @on_ranks()
 def test_wrapped_models_step_as_on_one_rank(opt: Any, wrapper, world) -> list[bytes]:
-    """Steps on the wrapper's own gradients equal steps of one rank on the same gradients."""
     world = distributed.get_world_size()
     called, model = build(wrapper, world)
     arguments = {"process_group": distributed.group.WORLD} if wrapper == "DDP" else {}

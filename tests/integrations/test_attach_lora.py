@@ -561,8 +561,6 @@ def test_a_file_leaves_out_nothing_that_trains(opt, device, name, parts, tmp_pat
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("parts", ["all", "experts"])
 def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
-    """Five steps with a checkpoint after three, resumed to equal losses and factors."""
-
     def trainer(folder: Path) -> transformers.Trainer:
         torch.manual_seed(7)
         options = ALL if parts == "all" else {}

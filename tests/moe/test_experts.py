@@ -316,7 +316,6 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
 
 @pytest.mark.gpu
 def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
-    """Bits are those of one stream, captured or not."""
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")

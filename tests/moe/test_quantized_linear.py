@@ -188,7 +188,6 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
 
 @pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
 def test_the_reference_decodes_an_expert_at_a_time(opt, submodule, device, monkeypatch, strategy):
-    """And none that has no rows."""
     seen = decoded_counts(submodule, monkeypatch)
     case = Case(opt, device, Problem(2, experts=9, top_k=2, k=64), strategy=strategy)
     seen.clear()
@@ -358,7 +357,6 @@ def case_in_slices(opt, submodule, device, monkeypatch, strategy) -> Case:
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
 def test_a_captured_step_follows_another_routing(opt, submodule, device, monkeypatch, strategy):
-    """The replay gives the bits of eager calls."""
     case = case_in_slices(opt, submodule, device, monkeypatch, strategy)
     graph, captured = capture(case.results, 3)
     for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):

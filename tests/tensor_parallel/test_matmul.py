@@ -148,7 +148,6 @@ def test_strict_raises_the_reason(opt) -> object:
 
 @on_ranks(1)
 def test_one_rank_is_alone(opt) -> None:
-    """A group of one rank has nothing to gather."""
     tp = opt.tensor_parallel
     group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
@@ -175,7 +174,6 @@ def test_second_gradients_are_refused(opt) -> None:
 
 @on_ranks(2)
 def test_ranks_with_uneven_matrices_choose_one_path(opt) -> list:
-    """By what all ranks know, where each has columns and inner sizes of its own."""
     tp, asked = opt.tensor_parallel, []
     ops = sys.modules[f"{tp.__name__}.ops"]
     mine = 16 * (1 + distributed.get_rank())
