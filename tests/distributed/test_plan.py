@@ -197,41 +197,6 @@ def test_what_needs_no_later_computation_is_not_behind_what_does(schedule) -> No
     assert scattered == [f"scatter {number}" for number in (0, 3, 4, 1, 2)]
 
 
-def test_chunks_without_communication_may_end_early(schedule) -> None:
-    def short(number, log):
-        log.append(f"all of {number}")
-        return
-        yield
-
-    log: list[str] = []
-    mixed = [short(1, log), short(3, log), chunk(0, log), short(4, log), chunk(2, log)]
-    schedule.run_pipeline(mixed)
-    phases = ("open", "gather", "compute", "scatter", "update")
-    assert sorted(log) == sorted(
-        [f"{phase} {n}" for n in (0, 2) for phase in phases] + ["all of 1", "all of 3", "all of 4"]
-    )
-
-
-def test_a_failing_chunk_closes_the_others(schedule) -> None:
-    closed = []
-
-    def watched():
-        try:
-            for _ in range(4):
-                yield
-        finally:
-            closed.append(True)
-
-    def failing():
-        yield
-        yield
-        raise MemoryError("no room")
-
-    with pytest.raises(MemoryError):
-        schedule.run_pipeline([watched(), failing(), watched()])
-    assert closed == [True, True]
-
-
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(2, 2, 2)]}
 SHARDS_SHAPES = [(8, 6), (5, 3), (1, 4), (7, 1), (9, 10), (3, 7, 2), (2, 1, 5), (0, 3), ()]
 

@@ -37,6 +37,15 @@ def zeros(state: dict, name: str, like: torch.Tensor) -> torch.Tensor:
     return state.setdefault(name, torch.zeros_like(like))
 
 
+def adamw_of(groups, betas: str, eps: str) -> torch.optim.AdamW:
+    """torch's, of groups whose options have other names."""
+    options = {"lr": "lr", "betas": betas, "eps": eps, "weight_decay": "weight_decay"}
+    return torch.optim.AdamW(
+        {"params": group["params"], **{name: group[key] for name, key in options.items()}}
+        for group in groups
+    )
+
+
 class Motif(torch.optim.Optimizer):
     """Heavy ball in `momentum_buffer`; AdamW in `moment1`, `moment2`, `step`."""
 
@@ -45,22 +54,21 @@ class Motif(torch.optim.Optimizer):
         options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "none_grad": False}
         options |= {"weight_decay": 0.1, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
         super().__init__(groups, options | defaults)
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        self.adamw = adamw_of(others, "adamw_betas", "adamw_eps")
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
+        for group in (group for group in self.param_groups if group["use_muon"]):
             options = {key: group[key] for key in ("lr", "momentum", "nesterov", "ns_steps")}
             for param in (p for p in group["params"] if p.grad is not None):
-                state, decay = self.state[param], group["weight_decay"]
-                if group["use_muon"]:
-                    kept = {"momentum": zeros(state, "momentum_buffer", param)}
-                    rule = PlainMuon(param, **options, weight_decay=decay, state=kept)
-                    rule.step(self.opt, param.grad)
-                    continue
-                param.mul_(1 - group["lr"] * decay)
-                m, v = (zeros(state, name, param) for name in ("moment1", "moment2"))
-                step = state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                adam(param, m, v, step, group["lr"], group["adamw_betas"], group["adamw_eps"])
+                kept = {"momentum": zeros(self.state[param], "momentum_buffer", param)}
+                rule = PlainMuon(param, **options, weight_decay=group["weight_decay"], state=kept)
+                rule.step(self.opt, param.grad)
+        self.adamw.step()
+        names = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+        for param, state in self.adamw.state.items():
+            self.state[param] = {name: state[key] for name, key in names.items()}
 
 
 class Nanochat(torch.optim.Optimizer):
@@ -69,20 +77,17 @@ class Nanochat(torch.optim.Optimizer):
     def __init__(self, opt, groups) -> None:
         self.opt = opt
         super().__init__(groups, {})
+        others = [group for group in self.param_groups if group["kind"] == "adamw"]
+        self.adamw = adamw_of(others, "betas", "eps")
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             if group["kind"] == "muon":
                 self._stack(group["params"], group)
-                continue
-            for param in group["params"]:
-                state = self.state[param]
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                m, v = (zeros(state, name, param) for name in ("exp_avg", "exp_avg_sq"))
-                count = torch.tensor(float(state.get("step", 0)))
-                adam(param, m, v, count, group["lr"], group["betas"], group["eps"])
-                state["step"] = int(count)
+        self.adamw.step()
+        for param, state in self.adamw.state.items():
+            self.state[param] = {**state, "step": int(state["step"])}
 
     def _stack(self, params, group) -> None:
         rows, columns = params[0].shape
@@ -95,15 +100,6 @@ class Nanochat(torch.optim.Optimizer):
         for param, momentum, moments in zip(params, buffer, second, strict=True):
             kept = {"momentum": momentum, "second": moments}
             PlainMuon(param, **options, state=kept).step(self.opt, param.grad)
-
-
-def adam(param, m, v, step, lr, betas, eps) -> None:
-    step.add_(1)
-    count = step.item()
-    m.lerp_(param.grad, 1 - betas[0])
-    v.lerp_(param.grad.square(), 1 - betas[1])
-    denominator = (v / (1 - betas[1] ** count)).sqrt() + eps
-    param.sub_(lr * (m / (1 - betas[0] ** count)) / denominator)
 
 
 def both(device, dtype=torch.float64):

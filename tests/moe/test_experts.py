@@ -65,21 +65,6 @@ def test_path_by_name(moe, device):
     assert_layer_close_to_eager(moe, device, problem, call=named)
 
 
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        ("cutlass", "backend must be one of"),
-        ("grouped_mm", 'takes no LoRA; use "auto"'),
-        ("compiled", "is for 4-bit experts|needs a device of capability 9.0"),
-    ],
-)
-def test_what_is_no_path_of_dense_experts(moe, device, backend, reason):
-    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
-    layer.backend = backend
-    with pytest.raises(ValueError, match=reason):
-        layer(x, ids, gates)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(0, 40),

@@ -156,6 +156,7 @@ CASES = [
     ({"gates": torch.ones(T, TOP_K).long()}, TypeError, "gates must have dtype"),
     ({"grouped_out": True}, ValueError, "gates combine them"),
     ({"backend": "cutlass"}, ValueError, "backend must be one of"),
+    ({"backend": "grouped_mm"}, ValueError, 'takes no LoRA; use "auto"'),
 ]
 
 
