@@ -104,39 +104,36 @@ def test_several_are_under_way(opt: Any) -> None:
     assert message.startswith("ValueError: 3 collectives are under way")
 
 
-def wrong_calls(opt: Any) -> list[str]:
-    module = module_of(opt, "distributed.symmetric.low_contention")
+@on_ranks(2)
+def test_wrong_arguments_and_memory_that_is_not_shared_are_named(opt: Any) -> None:
     group, device = distributed.group.WORLD, os.environ["RANKS_DEVICE"]
-    x = torch.zeros((2, 3), device=device)
-    calls = [
-        lambda: module.all_gather_lc(torch.zeros((3, 3), device=device), x, group),
-        lambda: module.all_gather_lc(torch.zeros((4, 3), device=device).half(), x, group),
-        lambda: module.all_gather_lc(torch.zeros((3, 4), device=device).t(), x, group),
-        lambda: module.all_gather_lc(torch.zeros((4, 3), device=device), x, group, 2),
-        lambda: module.reduce_scatter_lc(x, torch.zeros((4, 3), device=device), "max", group),
-        lambda: module.all_gather_lc([x, x], x, group),
-        lambda: module.all_gather_lc(torch.zeros((3, 3), device=device), x, None),
-    ]
-    not_shared = message_of(lambda: module.all_gather_lc(torch.zeros(8), torch.zeros(4), group))
-    with shared(opt):
-        return [not_shared, *map(message_of, calls)]
-
-
-def test_wrong_arguments_and_memory_that_is_not_shared_are_named(ranks, device) -> None:
-    answer = ranks(2).run(wrong_calls)[0]
-    not_shared, shape, dtype, strides, dim, op, kind, all_ranks = answer
-    if device.type == "cpu":  # GPUs share memory
-        assert not_shared == (
+    x, four = torch.zeros((2, 3), device=device), torch.zeros((4, 3), device=device)
+    turned = torch.zeros((3, 4), device=device).t()
+    shape = "ValueError: of 2 ranks' parts of shape (2, 3) along dimension 0"
+    with shared(opt) as module:
+        gather, scatter = module.all_gather_lc, module.reduce_scatter_lc
+        for said, call in (
+            (shape, lambda: gather(four[:3], x, group)),
+            (shape, lambda: gather(four[:3], x, None)),  # the group of all ranks
+            ("TypeError: out and inp must be of one float", lambda: gather(four.half(), x, group)),
+            (
+                "ValueError: out and inp must be cont",
+                lambda: gather(turned, x, group),
+            ),
+            (
+                "ValueError: dim must be a dimension of (2, 3), got 2",
+                lambda: gather(four, x, group, 2),
+            ),
+            ("ValueError: op must be one of 'sum', 'avg'", lambda: scatter(x, four, "max", group)),
+            ("TypeError: out must be a tensor, got list", lambda: gather([x, x], x, group)),
+        ):
+            assert message_of(call).startswith(said), said
+    if device == "cpu":  # GPUs share memory
+        message = message_of(lambda: gather(torch.zeros(8), torch.zeros(4), group))
+        assert message == (
             "CommUnavailable: low-contention collectives cannot be had: rank 0: no CUDA peers: the "
             "parameters are on cpu"
         )
-    assert shape.startswith("ValueError: of 2 ranks' parts of shape (2, 3) along dimension 0")
-    assert dtype.startswith("TypeError: out and inp must be of one floating-point dtype")
-    assert strides.startswith("ValueError: out and inp must be contiguous")
-    assert dim == "ValueError: dim must be a dimension of (2, 3), got 2"
-    assert op == "ValueError: op must be one of 'sum', 'avg', got 'max'"
-    assert kind == "TypeError: out must be a tensor, got list"
-    assert all_ranks == shape  # None is the group of all of them
 
 
 def gathered(module: Any, size: int, group: Any = None) -> Any:

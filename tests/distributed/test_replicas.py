@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from torch import distributed
 
-from ._cases import bits
 from ._ranks import on_ranks
 from .test_agreement import here
 from .test_sharing import (
@@ -207,14 +206,3 @@ def test_ranks_of_a_group_are_compared_in_the_first_step(opt, told, equal, seed_
     assert ("gradients='unreduced'" in message) == ("gradients" in said)
     assert ("Broadcast" in message and "DistributedDataParallel" in message) == bool(seed_apart)
     return message
-
-
-def test_a_single_process_compares_nothing(opt) -> None:
-    params = plain_params(SHAPES)
-    optimizer = optimizer_of(opt, params)
-    give(params, gradients(params, 0))
-    with exchanges(opt) as exchange:
-        before = [bits(param) for param in params]
-        optimizer.step()
-    assert exchange.call_count == 0
-    assert before != [bits(param) for param in params]
