@@ -156,7 +156,7 @@ def logits(model: Any) -> Any:
     from ..integrations._models import tokens
 
     with torch.no_grad():
-        return model(input_ids=tokens(model)).logits
+        return model(input_ids=tokens()).logits
 
 
 def stacks(model: Any) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def test_gradients_under_fsdp2_are_those_of_one_process(opt: Any) -> None:
     models = alone, shard(alone)
     grads = []
     for model in models:
-        ids = tokens(model)
+        ids = tokens()
         model(input_ids=ids, labels=ids).loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         grads.append(

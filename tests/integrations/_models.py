@@ -112,7 +112,7 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> t
     return model
 
 
-def tokens(model: torch.nn.Module, *, batch: int = 2, length: int = 11) -> torch.Tensor:
+def tokens(*, batch: int = 2, length: int = 11) -> torch.Tensor:
     """(B, T) token ids, the same for every model."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(61, (batch, length), generator=generator)
@@ -130,7 +130,7 @@ def set_random_lora(model: torch.nn.Module, *, seed: int = 2) -> None:
 def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits of the tokens, and the gradient of every parameter that has one."""
     model.zero_grad()
-    ids = tokens(model).to(next(model.parameters()).device)
+    ids = tokens().to(next(model.parameters()).device)
     output = model(input_ids=ids, labels=ids, **options)
     output.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -139,7 +139,7 @@ def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=tokens(model).to(next(model.parameters()).device)).logits
+        return model(input_ids=tokens().to(next(model.parameters()).device)).logits
 
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:

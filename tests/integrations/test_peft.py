@@ -405,7 +405,7 @@ def test_lora_over_4_bits_is_pefts_over_the_rounded_experts(opt, device, name, t
 def train(model: nn.Module, steps: int = 3) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    ids = tokens(model).to(parameters[0].device)
+    ids = tokens().to(parameters[0].device)
     for _ in range(steps):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()

@@ -413,7 +413,7 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
 def test_the_base_model_of_the_files(quantized, tmp_path) -> None:
     quantized.save_pretrained(tmp_path)
     base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
-    found, expected = (model(tokens(model)).last_hidden_state for model in (base, quantized.model))
+    found, expected = (model(tokens()).last_hidden_state for model in (base, quantized.model))
     assert_same_bits(found, expected)
 
 

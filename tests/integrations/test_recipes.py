@@ -259,7 +259,7 @@ def test_axolotl_runs_lora_on_experts(opt, contract, device) -> None:
     model = peft.get_peft_model(
         build("qwen3_moe").to(device), peft.LoraConfig(r=3, target_parameters=targets)
     )
-    ids = tokens(model).to(device)
+    ids = tokens().to(device)
     before = model(ids).logits
     page.ExpertsPlugin().post_model_load(SimpleNamespace(), model)
     assert model.config._experts_implementation == opt.integrations.use_in_transformers()

@@ -68,7 +68,7 @@ def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -
 @pytest.mark.parametrize("name", ROUTER_LOSS)
 def test_router_is_untouched(opt, device, name: str) -> None:
     model = build(name).to(device)
-    ids = tokens(model).to(device)
+    ids = tokens().to(device)
     with torch.no_grad():
         eager = model(input_ids=ids, labels=ids, output_router_logits=True)
         opt.integrations.use_in_transformers(model)
@@ -184,7 +184,7 @@ def test_gradient_checkpointing(opt, device, reentrant: bool) -> None:
 
 def test_generation_token_by_token(opt, device) -> None:
     model = build("mixtral").to(device).eval()
-    ids = tokens(model, batch=1, length=5).to(device)
+    ids = tokens(batch=1, length=5).to(device)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     eager = model.generate(ids, **options)
     opt.integrations.use_in_transformers(model)
