@@ -45,27 +45,6 @@ def submodule(opt, name: str):
     return importlib.import_module(f"{opt.__name__}.{name}")
 
 
-def count(*cases) -> None:
-    opt = loaded()
-    print(f"{sum(1 for case in cases for _ in case(opt))} cases, all right")
-
-
-def kernels() -> None:
-    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, norms, products' tiles, lists."""
-    count(decoded_stacks, quantized_weights, normalized_slices, norms, symmetric_products)
-    count(dense_products, arriving_products, copied_rows, list_ops, rescaling)
-
-
-def chain() -> None:
-    """square_chain."""
-    count(chains)
-
-
-def experts() -> None:
-    """The compiled product over experts of 4 and 8 bits."""
-    count(expert_products)
-
-
 def decoded_stacks(opt) -> Iterator[None]:
     """nf4_dequant: the packed bytes may have room for one expert more than the stack has."""
     device = torch.device("cuda")
@@ -161,8 +140,6 @@ def symmetric_products(opt) -> Iterator[None]:
 def dense_products(opt) -> Iterator[None]:
     """matmul_add by the tiles of capability 9.0."""
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
     ops = submodule(opt, "_ops").ops
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Problem((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
@@ -181,8 +158,6 @@ def dense_products(opt) -> Iterator[None]:
 def arriving_products(opt) -> Iterator[None]:
     """progress_matmul by tiles of both widths, with signals that are set."""
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
     ops = submodule(opt, "_ops").ops
     for m, k, n in ((2, 8, 8), (66, 40, 300), (258, 200, 705)):
         for by_columns in (False, True):
@@ -213,8 +188,6 @@ def copied_rows(opt) -> Iterator[None]:
 def expert_products(opt) -> Iterator[None]:
     """nf4_product over NF4, MXFP4 and FP8: every epilogue at odd sizes."""
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
     module = submodule(opt, "kernels.quant.packed_product")
     reference = functools.partial(submodule, opt)
     kinds = [test_packed_product_gpu.KINDS[k] for k in ("nf4", "mxfp4", "fp8-blocks", "fp8-rows")]
@@ -241,8 +214,6 @@ def expert_products(opt) -> Iterator[None]:
 def chains(opt) -> Iterator[None]:
     """square_chain: one and several tiles a side, groups, fewer and more tiles than blocks."""
     device = torch.device("cuda")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return
     module = submodule(opt, "kernels.products.square_chain")
     ops = submodule(opt, "_ops").ops
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
@@ -315,7 +286,24 @@ def planted() -> None:
     torch.cuda.synchronize()
 
 
-if __name__ == "__main__":
+# Of Hopper alone
+HOPPER = (dense_products, arriving_products, expert_products, chains)
+LISTS = (decoded_stacks, quantized_weights, normalized_slices, norms, list_ops, rescaling)
+CASES = {
+    "kernels": (*LISTS, symmetric_products, dense_products, arriving_products, copied_rows),
+    "chain": (chains,),
+    "experts": (expert_products,),
+}
+
+
+def main(name: str) -> None:
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    cases = (kernels, chain, experts, planted)
-    {case.__name__: case for case in cases}[sys.argv[1]]()
+    if name == "planted":
+        return planted()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    cases = [case for case in CASES[name] if hopper or case not in HOPPER]
+    print(f"{sum(1 for case in cases for _ in case(loaded()))} cases, all right")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -97,21 +97,6 @@ def test_opcheck(ops, device):
     torch.library.opcheck(ops.normalize.default, ([x[:1], x[1:]], out, 1.5))
 
 
-@pytest.mark.parametrize(
-    ("x", "options", "words"),
-    [
-        (torch.ones(2, 2), {}, "x must be"),
-        (torch.ones(2, 0, 2), {}, "x must be"),
-        (torch.ones(1, 2, 2, dtype=torch.int32), {}, "x must be float16"),
-        (torch.ones(1, 2, 2), {"prefactor": 0.0}, "prefactor must be positive"),
-        (torch.ones(1, 2, 3), {"symmetric": True}, "symmetric"),
-    ],
-)
-def test_bad_arguments(norm_factors, device, x, options, words):
-    with pytest.raises(RuntimeError, match=words):
-        norm_factors(x.to(device), **options)
-
-
 @pytest.fixture(scope="session")
 def normalize(ops):
     """`normalize(pieces, dtype, more)`: the compiled op into a frame of NaN."""
@@ -146,24 +131,6 @@ def test_nothing_to_read(normalize, device):
         out = normalize(x, torch.float16, (2, 5, 9))
         assert (out == 0).all()
         assert normalize(x, torch.float16).numel() == 0
-
-
-def test_what_the_op_refuses(ops, device):
-    x, out = torch.ones(2, 3, 4, device=device), torch.empty(2, 3, 4, device=device)
-    for arguments in (
-        ([], out, 1.0),
-        ([x[0]], out, 1.0),
-        ([x, x[:, :2]], out, 1.0),
-        ([x, x.half()], out, 1.0),
-        ([x], out, 0.0),
-        ([x], out, float("inf")),
-        ([x], out[:1], 1.0),
-        ([x], out.int(), 1.0),
-        ([x], torch.empty(2, 4, 3, device=device).mT, 1.0),
-    ):
-        with pytest.raises(RuntimeError, match="normalize: "):
-            ops.normalize(*arguments)
-    assert (x == 1).all()
 
 
 SIDES = (1, 3, 4, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
@@ -374,18 +341,9 @@ def test_who_is_served_by_crop(submodule, device) -> None:
     assert not serves(x[:, :, :96], out[:, :, :90])
 
 
-def test_opcheck_and_wrong_arguments_of_crop(crop_ops, device) -> None:
+def test_opcheck_of_crop(crop_ops, device) -> None:
     x = numbered(20, 100, device)
     out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)
     torch.library.opcheck(
         crop_ops.crop.default, (x, out), test_utils=("test_schema", "test_faketensor")
     )
-    for wrong, reason in (
-        ((x, out[:2]), "must be"),
-        ((x, x.new_empty(3, 23, 99)), "must be"),
-        ((x, out.float()), "one dtype"),
-        ((x, out.mT[:, :20, :20]), "contiguous"),
-        ((x[:, :, :96], out[:, :, :90]), "x must be contiguous"),
-    ):
-        with pytest.raises(RuntimeError, match=reason):
-            crop_ops.crop(*wrong)

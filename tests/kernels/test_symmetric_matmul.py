@@ -13,7 +13,7 @@ from ._products import DTYPES, PATTERNS, Problem, exact, laid_out
 
 module = module_fixture("kernels.products.symmetric_matmul")
 
-PATHS = ("public", "reference")
+PATHS = ("public", pytest.param("reference", marks=pytest.mark.gpu))  # one on a CPU
 
 
 @pytest.fixture(scope="session")

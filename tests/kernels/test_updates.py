@@ -7,9 +7,8 @@ import torch
 
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
-from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
-from .test_step_ops import ADAMW as OPTIONS
-from .test_step_ops import AdamW, ApplyUpdate, draw_lists, int16
+from ._tensors import DTYPES, LAYOUTS, NARROW, assert_same, copies, draw
+from .test_step_ops import AdamW, ApplyUpdate, draw_lists
 
 rounding = module_fixture("reference.rounding")
 rescaling = module_fixture("kernels.step.scale_rows")
@@ -105,57 +104,12 @@ def test_mean_squares_are_added_in_double_precision(run, device):
         assert_error_at_most(params.cpu(), expected, 70 * 2.0**-24)
 
 
-def arguments(device):
-    params = [torch.ones(6, 4, device=device), torch.ones(6, 4, device=device).bfloat16()]
-    return {
-        "params": params,
-        "updates": [torch.ones(6, 4, device=device) for _ in range(2)],
-        "lr": 0.1,
-        "factors": [1.0, 1.0],
-        "weight_decay": 0.0,
-    }
-
-
-def test_errors_of_rounding(kernels, device):
-    def broken(**changes):
-        options = {"seed": 0, "step": torch.zeros((), device=device)}
-        options |= {"parameter": [0, 1], "offset": [0, 0], **changes}
-        return kernels.StochasticRounding(**options)
-
-    for rounding, error, message in (
-        (broken(parameter=[0]), ValueError, "rounding.parameter has 1 entries for 2"),
-        (broken(offset=[0]), ValueError, "rounding.offset has 1 entries for 2"),
-        (broken(step=torch.zeros((), dtype=torch.int32)), TypeError, "rounding.step must be"),
-        (broken(step=torch.zeros(2, device=device)), ValueError, "must have one element"),
-    ):
-        with pytest.raises(error, match=message):
-            kernels.apply_update(**arguments(device), rounding=rounding)
-    both = [None, int16(6, 4).to(device)]
-    with pytest.raises(ValueError, match="residuals or rounding, not both"):
-        kernels.apply_update(**arguments(device), residuals=both, rounding=broken())
-
-
 @pytest.mark.parametrize("betas", [(0.0, 0.0), (0.5, 0.9999), (0.95, 0.999)], ids=str)
 def test_bias_correction_at_any_step(submodule, device, betas):
     """First steps and the largest step that float32 counts exactly."""
     lists = draw_lists([(9,)] * 5, device)
     lists[4] = [torch.tensor(float(step), device=device) for step in (0, 1, 2, 999, 2**24 - 2)]
     AdamW(submodule).check(lists, betas=betas)
-
-
-def test_scalars_on_the_device(submodule, device):
-    """lr, eps and decay give the bits of the same numbers; tensor betas have float32's digits."""
-    lists, op = draw_lists(SHAPES, device, DTYPES), AdamW(submodule)
-    options = {name: torch.tensor(OPTIONS[name]) for name in ("lr", "eps", "weight_decay")}
-    options["betas"] = tuple(torch.tensor(beta) for beta in OPTIONS["betas"])
-    by_numbers, by_tensors = ([copies(tensors) for tensors in lists] for _ in range(2))
-    op.expect(by_numbers, **op.on_cpu({"betas": options["betas"]}))
-    op.expect(by_tensors, **op.on_cpu(options))
-    on_device = {name: options[name].to(device) for name in ("lr", "eps", "weight_decay")}
-    on_device["betas"] = tuple(beta.to(device) for beta in options["betas"])
-    op.call(*lists, **on_device)
-    for ours, *expected in zip(lists, by_numbers, by_tensors, strict=True):
-        assert all(assert_same(ours, one) is None for one in expected)
 
 
 # A quotient below is off by four roundings of 2^-24: beta or 1 - beta, the change, its product and
@@ -430,19 +384,3 @@ def test_the_op_is_registered_as_it_works(submodule, device) -> None:
     x = drawn((2, 3, 8), torch.float32, device)
     for to_norm_one in (False, True):
         torch.library.opcheck(ops.scale_rows, (x, torch.ones(2, device=device), to_norm_one))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("x", "factors", "words"),
-    [
-        (torch.ones(2, 3), torch.ones(2), "x must be contiguous"),
-        (torch.ones(2, 3, 4).mT, torch.ones(2), "x must be contiguous"),
-        (torch.ones(2, 3, 4, dtype=torch.float64), torch.ones(2), "x must be float32"),
-        (torch.ones(2, 3, 4), torch.ones(3), "factors must be"),
-        (torch.ones(2, 3, 4), torch.ones(2, dtype=torch.float16), "factors must be"),
-    ],
-)
-def test_refused(submodule, device, x, factors, words) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        submodule("_ops").ops.scale_rows(x.to(device), factors.to(device), True)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import marked, new_gradients, parameters, train
-from .test_numbers import NoHostReads
-from .test_state import MAKERS, SHAPES, assert_same_state, state_tensors, through_memory
+from ._steps import marked, parameters, train
+from .test_state import MAKERS, SHAPES, state_tensors, through_memory
 
 KEPT = {"step", "second_momentum_buffer"}
 
@@ -29,65 +28,6 @@ def assert_same_values(one, other) -> None:
         assert state.keys() == other[index].keys()
         for key, value in state.items():
             assert_same_bits(value.cpu(), other[index][key].cpu())
-
-
-def strided(params):
-    """channels_last filters and a transposed matrix among the others."""
-    params[3] = nn.Parameter(params[3].detach().to(memory_format=torch.channels_last))
-    params[2] = nn.Parameter(params[2].detach().t().contiguous().t())
-    assert not params[2].is_contiguous() and not params[3].is_contiguous()
-    return params
-
-
-@pytest.mark.parametrize(
-    ("limit", "dtype"),
-    [(None, torch.float32), (64, torch.bfloat16), (200, torch.float64)],
-    ids=["one batch", "tiny batches", "batches"],
-)
-@MAKERS
-def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkeypatch) -> None:
-    """Switched on before the first step, off and on again in between, gradients missing."""
-    if limit is not None:
-        for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
-            monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
-    runs = []
-    for offload in (False, True):
-        params = strided(parameters(SHAPES, dtype=dtype, device=device))
-        optimizer = make(opt, params)
-        for step in range(8):
-            if offload and step in (0, 5):
-                optimizer.turn_on_cpu_offload()
-            if offload and step == 3:
-                optimizer.turn_off_cpu_offload()
-            new_gradients(params, seed=step)
-            for index in (step % 6, (2 * step) % 6):
-                params[index].grad = None
-            with NoHostReads():
-                optimizer.step()
-        runs.append(optimizer)
-    assert runs[1].offloaded
-    assert_same_values(*runs)
-    runs[1].turn_off_cpu_offload()
-    assert_same_state(*runs)
-
-
-@pytest.mark.parametrize("option", [{"split_sizes": [2, 2]}, {"num_heads": 2}, {}])
-def test_pieces_of_experts_travel_alone(opt, submodule, device, option, monkeypatch) -> None:
-    """Rows of every expert are no contiguous run of the stack: one copy per expert."""
-    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 256)  # two experts
-    runs = []
-    for offload in (False, True):
-        params = parameters([(5, 4, 6), (3, 4, 6)], device=device)
-        named = [("a.experts", params[0]), ("b.experts", params[1])]
-        optimizer = opt.Muon(named, lr=0.1, expert_keys=["experts"], beta2=0.9, **option)
-        if offload:
-            optimizer.turn_on_cpu_offload()
-        train(optimizer, params, 3)
-        runs.append(optimizer)
-    assert_same_values(*runs)
-    parts = [part for _, work in runs[1]._host._works.values() for part in work.parts]
-    assert len(parts) >= 4
-    assert all(part.host.is_contiguous() for part in parts) == ("split_sizes" not in option)
 
 
 @pytest.mark.sees_defect("turned on before the first step it starts only after it")
@@ -169,26 +109,6 @@ def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypa
     held = sum(slot.buffer.numel() for slot in lane.slots)
     assert 0 < held <= 3 * (4096 + 16 * 40 * 2 * 4)  # a batch, or sixteen rows of both moments
     assert held < sum(tensor.numel() * 4 for tensor in travelling(optimizer)) / 4
-
-
-@pytest.mark.parametrize("none_grad", [False, True])
-def test_a_large_table_travels_by_rows(opt, submodule, device, none_grad, monkeypatch) -> None:
-    """One step counted, the gradient kept to the end; the last part shares its batch."""
-    monkeypatch.setattr(submodule("optimizers.state.in_host_memory"), "BATCH_BYTES", 32 * 12 * 8)
-    runs = []
-    for offload in (False, True):
-        params = parameters([(100, 12), (7,), ()], dtype=torch.bfloat16, device=device)
-        optimizer = opt.Muon(
-            [{"params": params, "use_muon": False, "none_grad": none_grad}], lr=0.1
-        )
-        if offload:
-            optimizer.turn_on_cpu_offload()
-        train(optimizer, params, 3)
-        assert [param.grad is None for param in params] == [none_grad] * 3
-        runs.append(optimizer)
-    assert_same_values(*runs)
-    assert [len(batch) for batch in runs[1]._host._groups[0]] == [1, 1, 1, 3]
-    assert runs[1].state[params[0]]["step"].item() == 3
 
 
 @pytest.mark.sees_defect("state cannot be saved or loaded while it is offloaded")

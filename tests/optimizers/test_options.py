@@ -384,29 +384,6 @@ def test_qk_clip_takes_numbers_or_refuses_them(opt, device, key, value) -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize(
-    ("option", "alike", "others"),
-    [
-        ("lr", [1, 1.0, np.float32(1), np.int64(1)], [2, 1.5, "1", None, True, torch.tensor(1.0)]),
-        ("lr", [0.1, np.float64(0.1)], [np.float32(0.1), torch.tensor(0.1), torch.tensor(0.2)]),
-        ("lr", [torch.tensor(0.1), torch.tensor([0.1])], [torch.tensor(0.1).double()]),
-        ("rounding_seed", [2**64 - 1], [2**64 - 2]),
-        ("num_heads", [{"a": 1, "b": 2}, {"b": 2, "a": 1}], [{"a": 2, "b": 1}, 1, None]),
-        ("expert_keys", [("a", "b"), ("b", "a")], [("a",), None]),
-        ("split_sizes", [(1, 2)], [(2, 1), {"w": (1, 2)}]),
-        ("betas", [(0.9, 0.95), [0.9, 0.95]], [(0.95, 0.9)]),
-        ("dtype", [torch.float16], [torch.bfloat16, None, "float16"]),
-    ],
-)
-def test_equal_words_are_of_values_that_mean_the_same(submodule, option, alike, others) -> None:
-    digest = submodule("optimizers.sharded.consistency")
-    words = {digest.word(digest.canonical(option, value)) for value in alike}
-    assert len(words) == 1
-    for other in others:
-        assert digest.word(digest.canonical(option, other)) not in words, other
-    assert all(0 <= word < 2**63 for word in words)
-
-
 def bits_of(agreement, *values: float) -> int:
     tensors = [torch.tensor(value) for value in values]
     return agreement.on_device(tensors, torch.device("cpu")).item()

@@ -299,7 +299,6 @@ BAD_CALLS = [
     (torch.tensor(1.0), {}, ValueError, "2 dimensions"),
     (torch.ones(3), {}, ValueError, r"\(3,\)"),
     (GOOD, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
-    (GOOD, {"steps": -1}, ValueError, "-1"),
     (GOOD, {"steps": 101}, ValueError, "steps must be at most 100, got 101; 5 to 10 are usual"),
     (GOOD, {"steps": 2**62}, ValueError, "steps must be at most 100"),
     (GOOD, {"steps": True}, TypeError, "True"),
@@ -336,9 +335,6 @@ def test_bad_arguments_of_every_method(opt, device, x, arguments, error, words) 
         ("gram_newton_schulz", {"restarts": (2, 2)}, ValueError, "distinct"),
         ("gram_newton_schulz", {"restarts": 2}, TypeError, r"\(2,\)"),
         ("gram_newton_schulz", {"restarts": (2.0,)}, TypeError, "integers"),
-        ("polar_express", {"lower": 0.0}, ValueError, "lower"),
-        ("polar_express", {"safety": -1.0}, ValueError, "safety"),
-        ("polar_express", {"cushion": 2.0}, ValueError, "cushion"),
     ],
 )
 def test_bad_arguments(opt, device, call, arguments, error, words) -> None:

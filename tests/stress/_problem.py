@@ -244,21 +244,12 @@ class Run:
         self.given.append(given)
         self.params |= params
 
-    def entries(self) -> list[tuple[dict[str, Any], GivenGroup, str, nn.Parameter]]:
-        """(options, group, name, parameter) of all parameters."""
-        return [
-            (group, given, one.name, self.params[one.name])
-            for group, given in zip(self.optimizer.param_groups, self.given, strict=True)
-            for one in given.params
-        ]
-
     def snapshot(self) -> Snapshot:
         tensors = {key: value.detach().clone() for key, value in named_tensors(self).items()}
         grads = {
             name: None if p.grad is None else p.grad.clone() for name, p in self.params.items()
         }
-        groups = [dict(group) for group in self.optimizer.param_groups]
-        return Snapshot(tensors, grads, groups, options_of(self.optimizer))
+        return Snapshot(tensors, grads)
 
     def restore(self, before: Snapshot) -> None:
         """The tensors as they were, written in place; state made since then is zero."""
@@ -343,8 +334,6 @@ class Pair:
 class Snapshot:
     tensors: dict[str, Tensor]
     grads: dict[str, Tensor | None]
-    groups: list[dict[str, Any]]
-    options: list[dict[str, Any]]
 
     def give_grads(self, params: dict[str, nn.Parameter]) -> None:
         for name, param in params.items():

@@ -146,14 +146,18 @@ def test_a_short_run_finds_nothing(opt) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["MuonAdamW", "Muon"])
-@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
+@pytest.mark.parametrize("offloaded", [False, True], ids=["on device", "in tiny batches"])
 @pytest.mark.parametrize("name", _episode.EVENTS)
-def test_every_event_is_followed_by_a_restart(opt, name, offload, seed) -> None:
+def test_every_event_is_followed_by_a_restart(
+    opt, submodule, name, offloaded, seed, monkeypatch
+) -> None:
     episode = _episode.Episode(opt, seed)
+    if offloaded:
+        for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
+            monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)
+        episode.run.optimizer.turn_on_cpu_offload()
     try:
         episode.fill_gradients()
-        if offload:
-            episode.run.optimizer.turn_on_cpu_offload()
         with torch.inference_mode():  # what is made here is stepped, changed and saved outside
             episode.step("the first step")
         for event in (name, "save_and_restart"):

@@ -237,20 +237,6 @@ def test_no_tokens_or_columns(over_rows, device, path, tokens, columns):
     assert out.shape == (tokens, columns)
 
 
-def test_what_combine_refuses(over_rows, device):
-    y, gates, rows, offsets = problem(device, torch.float32)
-    with pytest.raises(ValueError, match=r"gates must be \(T, k\)"):
-        over_rows.combine(y, gates[:-1], rows, offsets, 3)
-    with pytest.raises(ValueError, match=r"y must be \(R, N\)"):
-        over_rows.combine(y[:-1], gates, rows, offsets, 3)
-    with pytest.raises(ValueError, match="top_k must divide"):
-        over_rows.combine(y, None, rows, offsets, 4)
-    with pytest.raises(TypeError, match="rows must have dtype"):
-        over_rows.combine(y, gates, rows.int(), offsets, 3)
-    with pytest.raises(ValueError, match="must be on the device"):
-        over_rows.combine(y, gates.to("meta"), rows, offsets, 3)
-
-
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 
