@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from .test_sharing import module_of
+from .test_partition import module_of
 
 _NUMBERS = itertools.count()
 

@@ -13,7 +13,7 @@ from torch import distributed
 from ..conftest import ROOT
 from ._arenas import SharedMemory
 from ._ranks import on_ranks
-from .test_sharing import module_of
+from .test_partition import module_of
 
 pytestmark = pytest.mark.dist
 

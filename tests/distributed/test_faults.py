@@ -19,7 +19,7 @@ from .._compare import fail_at
 from ._cases import bits, device, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
-from .test_sharing import (
+from .test_partition import (
     advance,
     assert_as_alone,
     give,

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ._cases import CASES, Case, bits, device
 from ._ranks import on_ranks
+from .test_partition import module_of
 from .test_shared_step import compare
-from .test_sharing import module_of
 from .test_unreduced import contribution, equals_one_rank
 
 pytestmark = pytest.mark.dist

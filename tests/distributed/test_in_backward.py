@@ -14,7 +14,7 @@ from torch import distributed, nn
 from ._arenas import Direct, Later
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import assert_equal_bits, message_of, module_of
+from .test_partition import assert_equal_bits, message_of, module_of
 from .test_unreduced import contribution, groups, missing, parameters
 
 pytestmark = pytest.mark.dist

@@ -14,7 +14,7 @@ from torch import distributed
 
 from ._arenas import SharedMemory
 from ._ranks import on_ranks
-from .test_sharing import message_of, module_of
+from .test_partition import message_of, module_of
 
 pytestmark = pytest.mark.dist
 

@@ -23,8 +23,7 @@ from ._cases import CASES, Case, bits, device
 from ._ranks import on_ranks
 from .test_faults import CLIP, FAULTY, Training, alone
 from .test_graphs import told
-from .test_shared_step import compare
-from .test_sharing import (
+from .test_partition import (
     advance,
     assert_as_alone,
     give,
@@ -36,6 +35,7 @@ from .test_sharing import (
     placed,
     plain_params,
 )
+from .test_shared_step import compare
 from .test_unreduced import equals_one_rank
 
 pytestmark = pytest.mark.dist

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..conftest import module_fixture
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import give, gradients, module_of, plain_params
+from .test_partition import give, gradients, module_of, plain_params
 
 load_balance = module_fixture("distributed.load_balance")
 schedule = module_fixture("distributed.pipeline")

@@ -10,8 +10,8 @@ import pytest
 from torch import distributed
 
 from ._ranks import on_ranks
-from .test_agreement import here
-from .test_sharing import (
+from .test_consistency import here
+from .test_partition import (
     give,
     gradients,
     messages_of,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import (
+from .test_partition import (
     advance,
     assert_as_alone,
     give,

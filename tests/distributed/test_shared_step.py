@@ -25,7 +25,7 @@ from ._cases import (
     run_together,
 )
 from ._ranks import on_ranks
-from .test_sharing import give, gradients, message_of, on_all, outcome, placed
+from .test_partition import give, gradients, message_of, on_all, outcome, placed
 
 pytestmark = pytest.mark.dist
 

@@ -25,7 +25,7 @@ from .test_graphs import captured
 from .test_in_backward import trained
 from .test_low_contention import collectives
 from .test_p2p import assert_told_in_time, fault, messages_between
-from .test_sharing import local, message_of, module_of
+from .test_partition import local, message_of, module_of
 from .test_unreduced import equals_one_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.part("faults")]

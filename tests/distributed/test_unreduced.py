@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._cases import bits, device
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import (
+from .test_partition import (
     assert_equal_bits,
     give,
     gradients,

@@ -33,7 +33,7 @@ from ..examples.test_examples import corpus  # noqa: F401 - a fixture
 from ..optimizers._steps import TinyTransformer, language_loss
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import message_of, whole
+from .test_partition import message_of, whole
 
 pytestmark = pytest.mark.dist
 

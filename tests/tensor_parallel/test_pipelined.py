@@ -13,7 +13,7 @@ from torch import distributed
 from ..conftest import module_fixture
 from ..distributed._arenas import SharedMemory
 from ..distributed._ranks import on_ranks
-from ..distributed.test_sharing import module_of
+from ..distributed.test_partition import module_of
 
 pipelined = module_fixture("tensor_parallel.pipelined")
 arenas = module_fixture("distributed.symmetric.arena")

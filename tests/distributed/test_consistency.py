@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ._cases import mesh_of, placement
 from ._ranks import on_ranks, same_everywhere
+from .test_partition import assert_equal_bits, module_of, outcome, watched
 from .test_saving import answers_that_come_later
-from .test_sharing import assert_equal_bits, module_of, outcome, watched
 
 pytestmark = pytest.mark.dist
 

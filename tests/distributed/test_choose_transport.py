@@ -14,7 +14,7 @@ from torch import distributed
 from ..conftest import module_fixture
 from ._arenas import Direct, SharedMemory
 from ._ranks import on_ranks, same_everywhere
-from .test_sharing import (
+from .test_partition import (
     advance,
     assert_as_alone,
     give,
