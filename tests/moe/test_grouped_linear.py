@@ -318,26 +318,25 @@ REAL = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("model", REAL)
-def test_real_shapes(run, device, model, dtype):
-    problem = dataclasses.replace(REAL[model], dtype=dtype, peft=True, gates=True)
-    assert_close_to_eager(problem, run, device, "triton")
+RANKS = (1, 3, 8, 12, 24, 64, 96, 128, 200, 256)
+BFLOAT16 = {"dtype": torch.bfloat16}
+AT_SIZE = [
+    *(
+        dataclasses.replace(problem, dtype=dtype, peft=True, gates=True)
+        for problem in REAL.values()
+        for dtype in DTYPES
+    ),
+    *(Problem(300, 4, 8, 256, 192, rank, **BFLOAT16, peft=True) for rank in RANKS),
+    *(
+        Problem(2000, 4, 16, 512, 320, 16, **BFLOAT16, bias=True, gates=True, routing=routing)
+        for routing in ("one", "gap", "sentinels", "all-sentinels")
+    ),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [1, 3, 8, 12, 24, 64, 96, 128, 200, 256])
-def test_any_rank(run, device, rank):
-    problem = Problem(300, 4, 8, 256, 192, rank, dtype=torch.bfloat16, peft=True)
-    assert_close_to_eager(problem, run, device, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("routing", ["one", "gap", "sentinels", "all-sentinels"])
-def test_routings_at_size(run, device, routing):
-    problem = Problem(2000, 4, 16, 512, 320, 16, dtype=torch.bfloat16, routing=routing)
-    problem = dataclasses.replace(problem, bias=True, gates=True)
+@pytest.mark.parametrize("problem", AT_SIZE, ids=str)
+def test_triton_at_size(run, device, problem):
     assert_close_to_eager(problem, run, device, "triton")
 
 

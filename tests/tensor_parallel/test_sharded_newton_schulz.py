@@ -1,4 +1,4 @@
-"""Newton-Schulz on sharded rows against `orthogonalize` on all of them, over gloo and threads."""
+"""Newton-Schulz on sharded rows against `orthogonalize` on all of them, and its sums by Triton."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from .._compare import assert_error_at_most, relative_error
+from ..conftest import module_fixture
 from ..distributed._ranks import on_ranks
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial")
@@ -44,17 +45,15 @@ def _distances(opt, dtype: torch.dtype) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_equals_the_whole_matrix(ranks, world: int) -> None:
-    for found in ranks(world).run(_distances, torch.float64):
-        wrong = {case: error for case, error in found.items() if not error < 1e-11}
-        assert len(found) >= 45 and not wrong
-
-
-def test_equals_the_whole_matrix_in_float32(ranks) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype", "budget"),
     # Five steps amplify the rounding of directions that are small in the matrix.
-    for found in ranks(2).run(_distances, torch.float32):
-        assert max(found.values()) < 1e-3, found
+    [(2, torch.float64, 1e-11), (4, torch.float64, 1e-11), (2, torch.float32, 1e-3)],
+)
+def test_equals_the_whole_matrix(ranks, world: int, dtype, budget: float) -> None:
+    for found in ranks(world).run(_distances, dtype):
+        wrong = {case: error for case, error in found.items() if not error < budget}
+        assert len(found) >= 45 and not wrong
 
 
 @on_ranks(2)
@@ -245,3 +244,49 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     for schedule, pieces in (("gram_ar", 6), ("rs_ag", 16)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
+
+
+squares_triton = module_fixture("tensor_parallel.squares_triton")
+FACTORS = {"alpha": 0.8260958358, "beta": -0.263842373, "delta": -2.367149489}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (5, 15), (7, 33), (16, 128), (37, 8296)])
+def test_diagonal_is_that_of_float64_rounded_once(squares_triton, device, dtype, rows, n) -> None:
+    """On every rank's diagonal, of more columns than a block has, and nowhere else."""
+    made = torch.Generator().manual_seed(n)
+    unit = torch.finfo(dtype).eps / 2
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        unit *= 2  # the interpreter truncates
+    world = n // rows
+    for rank in sorted({0, world // 2, world - 1}):
+        # As in an iteration: squares of rows add up to about -delta / alpha.
+        M = (torch.randn(rows, n, generator=made) * (3 / n) ** 0.5).to(dtype).to(device)
+        C = torch.randn(rows, n, generator=made).to(dtype).to(device)
+        out = torch.full_like(C, 3.0)
+        added, written = (x.diagonal(offset=rank * rows) for x in (C, out))
+        squares_triton.square_diagonal(M, added, written, **FACTORS)
+        exact = FACTORS["alpha"] * M.double().square().sum(1) + FACTORS["delta"]
+        exact += FACTORS["beta"] * added.double()
+        assert ((written.double() - exact).abs() <= 1.01 * unit * exact.abs() + 1e-6).all()
+        written.fill_(3.0)
+        assert (out == 3.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 5), (7, 8195)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_sum_is_that_of_float64(squares_triton, device, dtype, shape, turned) -> None:
+    made = torch.Generator().manual_seed(shape[1])
+    x = torch.randn(shape, generator=made).to(dtype).to(device)
+    x = x.t() if turned else x
+    found = squares_triton.sum_of_squares(x)
+    assert found.shape == () and found.dtype == torch.float64
+    torch.testing.assert_close(found, x.double().square().sum(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("value", [1e-42, 1e30, torch.nan, torch.inf])
+def test_sum_has_the_range_of_float64(squares_triton, device, value: float) -> None:
+    x = torch.full((3, 50), value, device=device)
+    expected = x.double().square().sum()
+    torch.testing.assert_close(squares_triton.sum_of_squares(x), expected, equal_nan=True)
