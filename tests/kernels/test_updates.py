@@ -1,5 +1,6 @@
 """Updates on every path: averages at any weight, random rounding, kept residuals, rescaled rows."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
 from ._tensors import DTYPES, LAYOUTS, NARROW, assert_same, copies, draw
-from .test_step_ops import AdamW, ApplyUpdate, draw_lists
+from .test_step_ops import AdamW, ApplyUpdate, draw_lists, stacked
 
 rounding = module_fixture("reference.rounding")
 rescaling = module_fixture("kernels.step.scale_rows")
@@ -34,12 +35,12 @@ def test_variance_reduction(op, run, device, dtype, layout):
     """Only the sums depend on their order: at most 258 + 130 float32 roundings on either side."""
     params = draw(MATRICES, torch.float32, seed=0, layout=layout, device=device)
     updates = draw(MATRICES, dtype, seed=1, layout=layout, device=device)
-    for keep_rows in (True, False):
+    for keep_rows, place in itertools.product((True, False), (list, stacked)):
         shapes = [(*s[:-1], 1) if keep_rows else (*s[:-2], 1, s[-1]) for s in MATRICES]
         second = draw(shapes, torch.float32, seed=2, positive=True, device=device)
         expected, moments = [copies(params), copies(updates)], copies(second)
         op.expect(expected, **op.on_cpu({"beta2": 0.9}), second_moments=moments)
-        run(params, updates, second_moments=second, beta2=0.9)
+        run(params, place(updates), second_moments=second, beta2=0.9)
         for ours, theirs in zip((*params, *second), (*expected[0], *moments), strict=True):
             assert_error_at_most(ours.cpu(), theirs, 400 * 2.0**-24)
 
