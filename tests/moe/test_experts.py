@@ -399,7 +399,7 @@ def test_real_sizes(moe, device, sizes):
 
 def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     """Of the weights only themselves, and never the (T k, H) output, which no gradient needs."""
-    problem = LayerProblem(tokens=50, hidden=24, intermediate=20, bias=True)
+    problem = LayerProblem(tokens=50, hidden=240, intermediate=20, bias=True)
     layer, x, ids, gates, _ = problem.drawn(moe, device)
     kept: list[torch.Tensor] = []
 
@@ -412,11 +412,8 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), x, gates)}
     rest = [t for t in kept if t.untyped_storage().data_ptr() not in own]
     assert len(kept) > len(rest) > 0
-    shapes = {tuple(t.shape) for t in rest if t.is_floating_point()}
-    rows = 50 * problem.top_k
-    assert (rows, problem.hidden) not in shapes
-    assert max(t.numel() for t in rest) <= rows * 2 * problem.intermediate
-    assert all(len(shape) <= 2 for shape in shapes), shapes
+    output = 50 * problem.top_k * problem.hidden * x.element_size()
+    assert sum(t.nbytes for t in rest) < output
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
