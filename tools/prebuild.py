@@ -174,6 +174,7 @@ def recorded() -> Iterator[dict[str, tuple]]:
             (load(launches), "overlaps", lambda _: True),
             (load(launches), "_multiprocessors", lambda _: MULTIPROCESSORS),
             (load("kernels.experts.gated_launch_triton"), "overlaps", lambda _: True),
+            (load("kernels.quant.gated_quantized_experts_triton"), "overlaps", lambda _: True),
             (load("dispatch"), "is_hopper", lambda _: True),
             (
                 load("kernels.quant.packed_product"),
