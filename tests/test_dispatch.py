@@ -116,6 +116,11 @@ def test_layers_of_experts_take_triton_where_it_has_tensor_cores(
 def test_where_triton_is_missing(dispatch, pretend, monkeypatch):
     pretend((9, 0), compiled=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+
+    def no_gpu(_):
+        raise AssertionError("torch is not compiled with CUDA")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", no_gpu)
     assert all(picked(dispatch, op) == "reference" for op in WITH_TRITON)
 
 

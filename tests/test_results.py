@@ -335,9 +335,9 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
     took = (pytest.approx((1 + 30 * 2) / 30), pytest.approx(1.0))
     assert shown == {"a": took, "b": took}
     assert len(changed) == 3 * 2 * 2
-    settling = 3 * 8  # three bursts of 1 + 8 x 2 ms: 40 ms of the variant itself before its bursts
-    assert len(called) == 2 * 8 + 3 * 2 * (settling + 8 + 30)
-    assert changed[:2] == [2 * 8 + settling, 2 * 8 + settling + 8]
+    settling = 3 * 8  # three bursts of 1 + 8 x 2 ms: 40 ms of the variant itself before its wall
+    assert len(called) == 2 * 8 + 3 * 2 * (8 + settling + 30)
+    assert changed[:2] == [2 * 8, 2 * 8 + 8 + settling], "the host's calls follow the other variant"
 
 
 @pytest.mark.parametrize(

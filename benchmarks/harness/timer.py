@@ -19,8 +19,9 @@ CALLS, HOST_CALLS, BURSTS = 30, 8, 7
 FEW_BURSTS = 3  # of strategies that nobody gets, and of shapes drawn at random
 LEAST_SETS = 4  # of inputs, at other addresses, that the calls take turns over
 
-# A variant runs for so long, untimed, before each of its bursts: a GPU at its limit of power lowers
-# its clock within some 100 ms, and a burst would else pay for what the variant before it drew.
+# A variant runs for so long, untimed, before each burst whose wall time counts: a GPU at its limit
+# of power lowers its clock within some 100 ms, and a burst would else pay for what the variant
+# before it drew. The host is read off before it, since caches that hold one layer flatter it.
 SETTLE_MS = 120.0
 
 # Calls take turns over enough input sets that a set is evicted before its next turn. Nothing is
@@ -161,7 +162,7 @@ def clock(
         bursts: of each kind and variant.
         calls: of a burst whose wall time counts.
         host_calls: of a burst whose host time counts: few enough that the queue takes all launches.
-        settle_ms: for how long a variant runs before its bursts, so that the clock is its own.
+        settle_ms: for how long a variant runs before a burst whose wall time counts.
         synchronize: waits for the device; None for CUDA's.
         now: seconds.
     """
@@ -176,11 +177,11 @@ def clock(
     hosts: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(bursts):
         for name, call in variants.items():
+            between()
+            _, host = burst(call, number, host_calls, sets, **watch)
             start = now()
             while (now() - start) * 1e3 < settle_ms:
                 burst(call, number, host_calls, sets, **watch)
-            between()
-            _, host = burst(call, number, host_calls, sets, **watch)
             between()
             wall, _ = burst(call, number, calls, sets, **watch)
             walls[name].append(wall)

@@ -243,3 +243,48 @@ def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, ga
     dots = launch(out, other, gates if gated else None, slots, offsets, fan, scatter)
     assert torch.allclose(dots, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, product)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("last", (True, False))
+@pytest.mark.parametrize("refused", ("nothing", "half", "out"))
+def test_what_is_refused_goes_to_triton_with_all_its_arguments(
+    module, submodule, monkeypatch, refused, last
+):
+    """And what is not refused goes to the op, with the other kernel's names for its arguments."""
+    launch = submodule("kernels.quant.packed_product_triton")
+    asked = {}
+    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: asked.update(triton=(a, o)))
+    monkeypatch.setattr(
+        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
+    )
+    monkeypatch.setattr(launch, "gate_and_dot", lambda *a: a)
+    _, n, k = STORED
+    depth, columns = (k, n) if last else (n, k)
+    low, factor = rows(8), torch.ones(3, 8, columns)
+    out = None if refused == "out" else rows(columns)
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
+    options = {"tile_rows": 64, "fan": 2, "scatter": False}
+    met = {"other": rows(columns), "other_fan": 1, "gates": torch.rand(5, 1)}
+    x = rows(depth, torch.float16 if refused == "half" else torch.bfloat16)
+    operands = (x, stack(), last, low, factor, *order, out)
+    options |= met
+    dots = module.prefer_compiled(*operands, **options)
+    assert list(asked) == ["compiled" if refused == "nothing" else "triton"]
+    if refused != "nothing":
+        given, kept = asked["triton"]
+        assert all(a is b for a, b in zip(given, operands, strict=True)) and kept == options
+        return
+    given = asked["compiled"]
+    assert given[0] is operands[0] and given[1] is operands[1][0]
+    assert given[3] is operands[1][2]
+    assert given[4:7] == (STORED, 64, last)
+    assert given[7] is low and given[8].dtype == torch.bfloat16
+    assert given[9] is None and given[10] is None
+    assert given[13] is out and given[14:] == (2, False, 0, 1, None, False)
+    # The gates wait for the rows that the product's meet.
+    assert dots[:3] == (out, met["other"], met["gates"]) and dots[5:] == (1, False)
+    for name in met:
+        del options[name]
+    assert module.prefer_compiled(*operands, **options, gates=met["gates"]) is None
+    assert torch.equal(asked["compiled"][10], met["gates"])

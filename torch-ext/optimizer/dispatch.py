@@ -152,8 +152,9 @@ def _has_cuda_kernel(op: str, device: torch.device) -> bool:
 
 
 def _has_triton_kernels(device: torch.device) -> bool:
-    served = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST
-    return served and has_triton()
+    if not has_triton():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST
 
 
 def _described(kernels: Kernels, device: torch.device) -> str:

@@ -67,6 +67,7 @@ def call(layer: prebuild.Layer, tokens: int) -> None:
 
 def main() -> None:
     eager, packed = load("moe.eager_layer"), load("moe.quantized.eager_quantized")
+    load("kernels.quant.gated_quantized_experts_triton")  # names that it imported are its own
     prepare, path = load("kernels.launch.launch_plan").prepare, load("dispatch").Path("triton", "")
     layers = [one for one in prebuild.layers() if one.rank in (0, 16) and one.lora != torch.float32]
     with prebuild.recorded() as found, contextlib.ExitStack() as stack:
@@ -89,6 +90,16 @@ def main() -> None:
                 call(layer, max(mean * layer.model.experts // layer.model.top_k, 1))
                 late = {found[key][0].__name__ for key in set(found) - compiled}
                 assert not late, f"{layer} at {mean} rows per expert launches {late}, too"
+        package = load("dispatch").__name__.partition(".")[0]
+        loaded = [(name, vars(sys.modules[name])) for name in list(sys.modules)]
+        asked = [
+            (name, names["overlaps"])
+            for name, names in loaded
+            if name.startswith(f"{package}.") and "overlaps" in names
+        ]
+        assert any(name.endswith("gated_quantized_experts_triton") for name, _ in asked)
+        untold = [name for name, overlaps in asked if not overlaps(torch.device("cpu"))]
+        assert not untold, f"{untold} are recorded as for a GPU without early launches"
     kinds = {str(value) for _, what, _ in found.values() for value in what.constants.values()}
     assert {"4bit", "fp8", "mxfp4"} < kinds
 
