@@ -2,6 +2,8 @@
 // The launch of the product over packed weights: what a problem becomes for the kernel.
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "quant/nf4_product.h"
 #include "quant/nf4_product_sm90.cuh"
@@ -76,20 +78,35 @@ inline Arguments arguments_of(const Problem& p, int tile_columns) {
   return args;
 }
 
+// The multiprocessors of a device, on which a kernel may take `shared` bytes from now on. Both stay
+// as they are, so `known`, which is the kernel's own, asks the driver once per device.
+template <typename Kernel>
+int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic<int>, 64>& known) {
+  const size_t place = static_cast<size_t>(device) % known.size();
+  const bool has_place = static_cast<size_t>(device) == place;
+  int count = has_place ? known[place].load(std::memory_order_acquire) : 0;
+  if (count == 0) {
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    count = sm90::processors_of(device);
+    if (has_place) known[place].store(count, std::memory_order_release);
+  }
+  return count;
+}
+
 template <bool kAlong, Format kFormat, bool kActivates = false>
 void launch(const Problem& p, int device, cudaStream_t stream) {
   using Map = SharedMap<kFormat>;
   const Arguments args = arguments_of(p, Map::kColumns);
   const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates>;
   constexpr int kShared = Map::kBytes;
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  static std::array<std::atomic<int>, 64> known{};
+  const int64_t processors = processors_for(kernel, kShared, device, known);
   // Most tiles that the rows can make; how many there are is known on the device alone.
   const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(std::min<int64_t>(most, sm90::processors_of(device))));
+  config.gridDim = dim3(static_cast<unsigned>(std::min(most, processors)));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
