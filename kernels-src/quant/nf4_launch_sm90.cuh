@@ -94,11 +94,14 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
   return count;
 }
 
-template <bool kAlong, Format kFormat, bool kActivates = false>
+// Mean rows per expert up to which tiles are low. Bits do not depend on it.
+constexpr int64_t kFewRows = 32;
+
+template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
 void launch(const Problem& p, int device, cudaStream_t stream) {
-  using Map = SharedMap<kFormat>;
+  using Map = SharedMap<kFormat, kFew>;
   const Arguments args = arguments_of(p, Map::kColumns);
-  const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates>;
+  const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kFew>;
   constexpr int kShared = Map::kBytes;
   static std::array<std::atomic<int>, 64> known{};
   const int64_t processors = processors_for(kernel, kShared, device, known);
@@ -106,7 +109,7 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(most, processors)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min(most, processors * Map::kBlocks)));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
@@ -118,13 +121,20 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
+template <Format kFormat, bool kFew>
+void launch(const Problem& p, int device, cudaStream_t stream) {
+  return p.along ? launch<true, kFormat, false, kFew>(p, device, stream)
+                 : launch<false, kFormat, false, kFew>(p, device, stream);
+}
+
 template <Format kFormat>
 void run_format(const Problem& p, int device, cudaStream_t stream) {
   if constexpr (kFormat == Format::kFp8) {
-    if (p.activated != nullptr) return launch<true, kFormat, true>(p, device, stream);
+    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, stream);
+  } else if (p.rows <= kFewRows * p.experts) {
+    return launch<kFormat, true>(p, device, stream);
   }
-  return p.along ? launch<true, kFormat>(p, device, stream)
-                 : launch<false, kFormat>(p, device, stream);
+  return launch<kFormat, false>(p, device, stream);
 }
 
 }  // namespace optimizer::nf4_product

@@ -61,10 +61,10 @@ class ScaleSource {
 // computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
 // set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
 // of the product depends on its own line alone.
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, bool kFew>
 class Loader {
  public:
-  using Map = SharedMap<kFormat>;
+  using Map = SharedMap<kFormat, kFew>;
 
   __device__ __forceinline__ Loader(const Arguments& p, const Map& at)
       : p_(p),

@@ -6,6 +6,30 @@
 #include "quant/nf4_load_sm90.cuh"
 #include "sm90/wgmma.cuh"
 
+namespace optimizer::sm90 {
+
+// The least N that the products of few rows want; the others lie in sm90/wgmma.cuh.
+template <>
+struct DecodedProduct<48> {
+  static __device__ __forceinline__ void add(float (&sum)[24], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.eq.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n"
+        "}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
+          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
+          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
+          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+}  // namespace optimizer::sm90
+
 namespace optimizer::nf4_product {
 
 // From a consumer's sums to rows of the result: bias, gate, one rounding, words of two columns.
@@ -21,6 +45,7 @@ class TileExtras {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = thread_ + i * kWarpgroup;
+      gate_[i] = 1.0f;
       if (row < where.rows && (p.scatter || p.gates != nullptr)) {
         slot_[i] = slots[2 * (where.row + row)];
       }
@@ -51,13 +76,13 @@ class TileExtras {
 
  private:
   static constexpr int kRows = (kTokens + kWarpgroup - 1) / kWarpgroup;  // per thread
-  static_assert(kRows == 2);
+  static_assert(kRows <= 2);
 
   const Arguments& p_;
   const TileAt& where_;
   const int thread_;
   int slot_[kRows] = {};
-  float gate_[kRows] = {1.0f, 1.0f};
+  float gate_[kRows];
 };
 
 // Bias and gate for the columns `column` and the next; rows of the result, 32 bytes of 4 at a time
@@ -155,10 +180,10 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, in
 
 // One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
 // before, whose sums are written meanwhile.
-template <bool kAlong, Format kFormat, bool kActivates>
+template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
 class Consumer {
  public:
-  using Map = SharedMap<kFormat>;
+  using Map = SharedMap<kFormat, kFew>;
 
   __device__ __forceinline__ Consumer(const Arguments& p, const Map& at, int consumer)
       : p_(p),
@@ -177,7 +202,9 @@ class Consumer {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
-      if constexpr (kFormat == Format::kFourBit) {
+      if constexpr (kFew) {
+        process<Map::kTokens>(where, more);
+      } else if constexpr (kFormat == Format::kFourBit) {
         process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, Map::kTokens>(where, more);
       } else if constexpr (kFormat == Format::kMxfp4) {  // fewer, for the compiler's sake
         process_by_least<64, 128, 144, 160, 192, 240, Map::kTokens>(where, more);
@@ -223,7 +250,7 @@ class Consumer {
     const int column = where.column + consumer_ * kPartColumns +
                        pair_column<kAlong, kPerByte<kFormat>>(warp, group);
     Factor factor(p_, where, column);
-    if constexpr (kBoxes == 1) factor.load_first();
+    if constexpr (kBoxes == 1 && !kFew) factor.load_first();
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
     Sums<kN> sum = {};
@@ -420,7 +447,7 @@ class Consumer {
     using namespace sm90;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
-      if (k == 0) {
+      if (k == 0 && !kFew) {
         factor.first(a[0]);
       } else {
         factor(a[0], k);
@@ -577,12 +604,12 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   if (thread == 0) starts[p.experts] = before;
 }
 
-template <bool kAlong, Format kFormat, bool kActivates>
-__global__ void __launch_bounds__(kThreads, 1)
+template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
+__global__ void __launch_bounds__(kThreads, (TileShape<kFormat, kFew>::kBlocks))
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  using Map = SharedMap<kFormat>;
+  using Map = SharedMap<kFormat, kFew>;
   const Map at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
@@ -600,10 +627,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<Map::kLoaderRegisters>();
-    Loader<kAlong, kFormat>(p, at).run();
+    Loader<kAlong, kFormat, kFew>(p, at).run();
   } else {
     take_registers<Map::kConsumerRegisters>();
-    Consumer<kAlong, kFormat, kActivates>(p, at, warpgroup - 1).run();
+    Consumer<kAlong, kFormat, kActivates, kFew>(p, at, warpgroup - 1).run();
   }
 }
 

@@ -5,9 +5,9 @@
 //                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
-// takes its left operand. Rows are its N, up to 256 (FP8: 144), so that few experts have more than
-// one tile and a weight is decoded about once. Decoding of a step overlaps with the products of the
-// step before.
+// takes its left operand. Rows are its N, up to 256 (FP8: 144; few: 48), so that few experts have
+// more than one tile and a weight is decoded about once. Decoding of a step overlaps with the
+// products of the step before.
 //
 // Shared memory is what limits the kernel. Per 16 of k and 64 columns, in cycles of its 128 bytes:
 // wgmma reads N / 4, the lookups are 32 shuffles, filling takes N / 8, fetching packed bytes about
@@ -35,24 +35,29 @@ constexpr int kHeightStep = 16;                         // of the instructions' 
 constexpr int kDepth = sm90::kBlockSide;                // of the sum, per stage
 constexpr int kSteps = kDepth / sm90::kInstructionDepth;
 constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
+constexpr int kFewTokens = 48;     // of a tile where experts have few rows
 constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memory
 
-// What depends on the format. A consumer of FP8 takes 64 columns of each of two boxes, decoding one
-// beside the products of the other: rows of x are read and stages waited for half as often, and
-// the sums of fewer rows leave the registers for it.
-template <Format kFormat>
+// What depends on the format and on how many rows experts have. A consumer of FP8 takes 64 columns
+// of each of two boxes, decoding one beside the products of the other: rows of x are read and
+// stages waited for half as often, and the sums of fewer rows leave the registers for it. Where
+// experts have few rows a stage is a chain of latencies, from its bytes to its products, that one
+// block does not fill the time of: tiles are lower and two blocks share a multiprocessor.
+template <Format kFormat, bool kFew>
 struct TileShape {
   static constexpr bool kWide = kFormat == Format::kFp8;
+  static_assert(!(kWide && kFew));
+  static constexpr int kBlocks = kFew ? 2 : 1;  // per multiprocessor
   static constexpr int kBoxes = kWide ? 2 : 1;
   static constexpr int kColumns = kBoxes * kBoxColumns;
-  static constexpr int kTokens = kWide ? 144 : 256;  // most rows
+  static constexpr int kTokens = kFew ? kFewTokens : kWide ? 144 : 256;  // most rows
   static constexpr int kHeightClasses = kTokens / kHeightStep + 1;
-  static constexpr int kStages = kWide ? 6 : 5;
+  static constexpr int kStages = kFew ? 8 : kWide ? 6 : 5;
   static constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
-  // The 168 * 384 that the kernel starts with
-  static constexpr int kLoaderRegisters = kWide ? 40 : 56;
-  static constexpr int kConsumerRegisters = kWide ? 232 : 224;
-  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == 504);
+  // Of the 168 * 384 that the kernel starts with, or 80 * 384
+  static constexpr int kLoaderRegisters = kFew ? 32 : kWide ? 40 : 56;
+  static constexpr int kConsumerRegisters = kFew ? 104 : kWide ? 232 : 224;
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == (kFew ? 240 : 504));
 };
 
 template <Format kFormat>
@@ -69,9 +74,9 @@ constexpr int kWriters = kWarpgroup + 1;
 constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
-template <Format kFormat>
-struct SharedMap : TileShape<kFormat> {
-  using Shape = TileShape<kFormat>;
+template <Format kFormat, bool kFew>
+struct SharedMap : TileShape<kFormat, kFew> {
+  using Shape = TileShape<kFormat, kFew>;
   using Shape::kBoxes, Shape::kRowBytes, Shape::kStages;
 
   static constexpr int kAlignment = sm90::kGroupBytes;
@@ -128,9 +133,10 @@ struct SharedMap : TileShape<kFormat> {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap<Format::kFp8>::kBytes <= 227 * 1024 &&
-              SharedMap<Format::kFourBit>::kBytes <= 227 * 1024);
-static_assert(TileShape<Format::kFp8>::kRowBytes % 1024 == 0 &&
+static_assert(SharedMap<Format::kFp8, false>::kBytes <= 227 * 1024 &&
+              SharedMap<Format::kFourBit, false>::kBytes <= 227 * 1024);
+static_assert(2 * (SharedMap<Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024);
+static_assert(TileShape<Format::kFp8, false>::kRowBytes % 1024 == 0 &&
               kBoxBytes<Format::kFourBit> % 1024 == 0);
 
 struct Arguments {

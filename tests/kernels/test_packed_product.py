@@ -1,5 +1,6 @@
 """packed_product without a GPU: what it refuses, where that goes, and what it hands on."""
 
+import dataclasses
 import types
 
 import pytest
@@ -113,7 +114,7 @@ def test_it_activates_where_it_is_taken_and_a_tile_has_two_boxes(
 
     assert asked() is (path != "triton")
     assert asked() is (path == "compiled")  # it does not pay any more
-    assert paid == ([(100.0, 128, True)] * 2 if path == "measured" else [])
+    assert paid == ([(100.0, 128, module.LEAST_ROWS)] * 2 if path == "measured" else [])
     paid.clear()
     four_bit = formats.Stack(formats.format_of("nf4"), (packed, absmax, table), stored, True)
     across = formats.Stack(fp8, of_fp8.tensors, stored, False)
@@ -123,28 +124,32 @@ def test_it_activates_where_it_is_taken_and_a_tile_has_two_boxes(
     assert paid == []
 
 
-# Mean rows per expert, depth of the sum, whether it is the forward; whether CUDA was faster
-# (2026-11-22-nf4-products.md).
+# Format, mean rows per expert, depth of the sum; whether CUDA was faster
+# (2026-11-22-nf4-products.md, 2026-11-28-tiles-of-few-rows.md).
 MEASURED = {
-    "Qwen3.5 gate_up": (64, 2048, True, True),
-    "Qwen3.5 down": (64, 512, True, False),
-    "Qwen3 gate_up": (128, 2048, True, True),
-    "Qwen3 down, backward": (128, 2048, False, True),
-    "OLMoE down, backward": (256, 2048, False, True),
-    "OLMoE gate_up": (256, 2048, True, True),
-    "Mixtral down, backward": (512, 4096, False, True),
-    "Mixtral gate_up, 128 tokens": (32, 4096, True, True),
-    "Mixtral gate_up, 128 tokens, backward": (32, 28672, False, False),
-    "fewer rows than measured": (63.9, 2048, True, False),
-    "few rows, long stored rows": (31.9, 4096, True, False),
-    "more rows than measured": (513, 2048, True, False),
+    "Qwen3.5 gate_up": ({}, 64, 2048, True),
+    "Qwen3.5 down": ({}, 64, 512, False),
+    "Qwen3 down, backward": ({}, 128, 2048, True),
+    "Mixtral down, backward": ({}, 512, 4096, True),
+    "more rows than measured": ({}, 513, 2048, False),
+    "OLMoE, 128 tokens": ({}, 16, 2048, True),
+    "Qwen3, 128 tokens": ({}, 8, 2048, False),
+    "nested, 128 tokens": ({"nested": True}, 16, 2048, False),
+    "nested": ({"nested": True}, 64, 2048, True),
+    "gpt-oss, 128 tokens": ({"quant_type": "mxfp4"}, 16, 2880, True),
+    "gpt-oss, 16 tokens": ({"quant_type": "mxfp4"}, 2, 2880, False),
+    "FP8, 512 tokens": ({"quant_type": "fp8"}, 32, 2048, False),
+    "FP8": ({"quant_type": "fp8"}, 128, 2048, True),
 }
 
 
 @pytest.mark.parametrize("case", MEASURED)
-def test_it_pays_where_it_was_measured_faster(module, case):
-    *arguments, faster = MEASURED[case]
-    assert module.pays(*arguments) is faster
+def test_it_pays_where_it_was_measured_faster(submodule, case):
+    options, *arguments, faster = MEASURED[case]
+    formats = submodule("kernels.quant.formats")
+    kind = formats.format_of(options.get("quant_type", "nf4"))
+    kind = dataclasses.replace(kind, nested=True) if "nested" in options else kind
+    assert kind.compiled_pays(*arguments) is faster
 
 
 @pytest.mark.usefixtures("on_device")
@@ -178,7 +183,7 @@ def test_the_ops_take_what_path_and_times_say(
     assert asked == ["compiled" if wanted and accepts else "triton"]
     assert bool(caplog.records) == (path == "compiled" and refused in ("half", "out"))
     if seen:
-        assert seen == [(5 / 3, k, True)]
+        assert seen == [(5 / 3, k, module.LEAST_ROWS_OF_FEW)]
 
 
 @pytest.mark.parametrize("path", ("measured", "compiled"))
@@ -215,8 +220,6 @@ def test_nested_scales_and_other_ranks_are_made_plain(
     pad = -rank % 8
     assert torch.equal(given, torch.nn.functional.pad(low, (0, pad))) and given.is_contiguous()
     assert torch.equal(wide, torch.nn.functional.pad(factor.bfloat16(), (0, 0, 0, pad)))
-    assert record.format.compiled_pays(64, 4096, True)
-    assert not record.format.compiled_pays(63.9, 4096, True), "few rows gain less than it takes"
 
 
 @pytest.mark.parametrize("fan", (0, 2))

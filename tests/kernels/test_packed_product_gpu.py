@@ -30,6 +30,10 @@ EDGES = (
 )
 
 
+# By tiles of few rows, at most 48: 24 rows per expert, some of which have several tiles
+FEW = (0, 1, 47, 48, 49, 96, 97, 145, *(0,) * 12)
+
+
 @pytest.fixture(scope="session")
 def codebook(codebook_of_nf4, device):
     return torch.tensor(codebook_of_nf4, device=device)
@@ -209,6 +213,16 @@ def test_is_exact(verify, kind, rank, along, fan, grouped_out):
         extras = {"bias": index % 2 == 0, "gated": index % 3 == 0, "sentinels": index % 4 * 5}
         extras |= {"blocksize": blocksize}
         verify(KINDS[kind](EDGES, n, k, along, rank, fan, grouped_out, **extras))
+
+
+@pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("rank", (0, 16, 72))
+@pytest.mark.parametrize("kind", ("nf4", "mxfp4"))
+def test_tiles_of_few_rows_are_exact(verify, kind, rank, along):
+    for index, (n, k, blocksize) in enumerate(SIZES):
+        place = {"fan": index % 4, "grouped_out": index % 2 == 0, "blocksize": blocksize}
+        extras = {"bias": index % 3 == 0, "gated": index % 2 == 1, "sentinels": index % 4 * 5}
+        verify(KINDS[kind](FEW, n, k, along, rank, **place, **extras))
 
 
 @pytest.mark.parametrize("along", (True, False))

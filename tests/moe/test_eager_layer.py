@@ -762,8 +762,8 @@ def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, mon
     compiled_calls.clear()
     by_auto = case.step("auto")
     module = submodule("kernels.quant.packed_product")
-    assert all(module.pays(150, depth, True) for depth in (832, 896))
-    assert module.pays(150, 1792, False) and not module.pays(150, 640, True)
+    assert all(module.pays(150, depth, module.LEAST_ROWS) for depth in (832, 896, 1792))
+    assert not module.pays(150, 640, module.LEAST_ROWS)
     assert sorted(compiled_calls) == sorted(taken)
     for name, value in by_name.items():
         assert relative_error(by_auto[name], value) <= 5e-3, name

@@ -32,13 +32,12 @@ _BY_TRITON = "product over packed weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 RANKS = 8  # what a rank is padded to a multiple of: rows of 16 bytes
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
-# Of an expert, and of the sum: where 2048 tokens of four models were timed
-# (docs/dev/decisions/2026-11-22-nf4-products.md).
-MEASURED_ROWS = (64, 512)
+# Mean rows of an expert and depth of the sum, from which on it was faster than Triton's, and the
+# most rows that were timed (docs/dev/decisions/2026-11-22-nf4-products.md and
+# 2026-11-28-tiles-of-few-rows.md). LEAST_ROWS: of a format without tiles of few rows, and of scales
+# that must be made plain first.
+LEAST_ROWS, LEAST_ROWS_OF_FEW, MOST_ROWS = 64, 16, 512
 LEAST_DEPTH = 768
-# In the forward, of 128 tokens where stored rows are long.
-FEW_ROWS = 32
-FEW_ROWS_DEPTH = 4096
 _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
@@ -259,26 +258,24 @@ def activates(x: Tensor, stack: PackedStack, activation: str, interleaved: bool)
     return fits and refusal(x, stack) is None
 
 
-def pays(mean_rows: float, depth: int, along: bool) -> bool:
+def pays(mean_rows: float, depth: int, least_rows: int) -> bool:
     """Whether it takes less time than Triton's product: a rule from times on one H200.
 
     Args:
-        mean_rows: Of an expert; fewer than measured are Triton's.
+        mean_rows: Of an expert.
         depth: Of the sum: a tile's sums are written while nothing is multiplied.
-        along: Whether the sum runs along stored rows, as in the forward.
+        least_rows: From how many on, of the format.
     """
-    if along and FEW_ROWS <= mean_rows < MEASURED_ROWS[0]:
-        return depth >= FEW_ROWS_DEPTH
-    return MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] and depth >= LEAST_DEPTH
+    return least_rows <= mean_rows <= MOST_ROWS and depth >= LEAST_DEPTH
 
 
-def compiled_is_faster(operands: tuple, pays: Callable[[float, int, bool], bool]) -> bool:
+def compiled_is_faster(operands: tuple, pays: Callable[[float, int], bool]) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and `pays` agrees."""
     x, stack, last, _, _, slots, *_, out = operands
     experts, n, k = stack.stored
     if out is None or not dispatch.is_hopper(x.device):
         return False
-    if not pays(slots.shape[0] / experts, k if last else n, last):
+    if not pays(slots.shape[0] / experts, k if last else n):
         return False
     return refusal(x, stack) is None
 

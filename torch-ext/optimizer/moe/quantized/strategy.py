@@ -241,7 +241,7 @@ def _products(
     experts, n, k = record.stored
     mean = rows / experts
 
-    def source(depth: int, along: bool) -> str:
-        return "CUDA" if record.format.compiled_pays(mean, depth, along) else "Triton"
+    def source(depth: int) -> str:
+        return "CUDA" if record.format.compiled_pays(mean, depth) else "Triton"
 
-    return f"forward by {source(k, True)}, backward by {source(n, False)}, as measured"
+    return f"forward by {source(k)}, backward by {source(n)}, as measured"

@@ -168,9 +168,9 @@ class Format(abc.ABC):
         del device, x, tensors, stored
         return f"no compiled product reads {self.quant_type}"
 
-    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
+    def compiled_pays(self, mean_rows: float, depth: int) -> bool:
         """Whether the compiled product is the faster one; see `packed_product.pays`."""
-        del mean_rows, depth, along
+        del mean_rows, depth
         return False
 
     def activates(
@@ -250,6 +250,9 @@ def shape_of(stored: Sequence[int], transposed: bool) -> tuple[int, int, int]:
 class InRegisters(Format):
     """A format whose elements become numbers on their way to the tensor cores."""
 
+    # Mean rows per expert from which on the compiled product is the faster one.
+    least_rows: ClassVar[int] = packed_product.LEAST_ROWS
+
     @abc.abstractmethod
     def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
         """What products take, of the tensors of `layout` and of `constants`, if these are there."""
@@ -271,9 +274,9 @@ class InRegisters(Format):
             return "it needs capability 9.0"
         return packed_product.refusal(x, self.opened(tensors, stored))
 
-    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
+    def compiled_pays(self, mean_rows: float, depth: int) -> bool:
         """As of `packed_product`."""
-        return packed_product.pays(mean_rows, depth, along)
+        return packed_product.pays(mean_rows, depth, self.least_rows)
 
     def activates(
         self, path: str, x: Tensor, stack: Stack, rows: int, activation: str, interleaved: bool
@@ -285,7 +288,7 @@ class InRegisters(Format):
             return False
         experts, _, k = stack.stored
         measured = path == dispatch.MEASURED and dispatch.is_hopper(x.device)
-        return path == "compiled" or (measured and self.compiled_pays(rows / experts, k, True))
+        return path == "compiled" or (measured and self.compiled_pays(rows / experts, k))
 
     def product(
         self,
@@ -404,11 +407,10 @@ class Blockwise4Bit(InRegisters):
             "blocksize that divides it"
         )
 
-    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
+    @property
+    def least_rows(self) -> int:
         """Few rows gain less than it takes to write plain scales."""
-        if self.nested and mean_rows < packed_product.MEASURED_ROWS[0]:
-            return False
-        return super().compiled_pays(mean_rows, depth, along)
+        return packed_product.LEAST_ROWS if self.nested else packed_product.LEAST_ROWS_OF_FEW
 
     def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
         """Absmax as scales."""

@@ -26,7 +26,7 @@ from ....reference import mxfp4 as reference
 from ....reference.mxfp4 import BLOCK, E2M1_TABLE
 from ...checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
 from ..codec import dequant_op, quantize_in_chunks
-from ..packed_product import PackedStack
+from ..packed_product import LEAST_ROWS_OF_FEW, PackedStack
 from . import FORMATS, InRegisters, Layout
 
 _reference = custom_op(
@@ -126,6 +126,7 @@ class Mxfp4(InRegisters):
     """MXFP4 of the Microscaling specification: 4-bit floats, a power of two for every 32."""
 
     by_outputs: ClassVar[bool] = True
+    least_rows: ClassVar[int] = LEAST_ROWS_OF_FEW
 
     quant_type: str = "mxfp4"
 
