@@ -76,20 +76,11 @@ class Nf4DequantBenchmark(Benchmark):
     def setup_qwen3_down(self) -> None:
         self._setup(experts=128, rows=2048, columns=768, active=16)
 
-    def benchmark_qwen3_down(self) -> None:
-        self._run()
-
-    def verify_qwen3_down(self) -> torch.Tensor:
-        return self._verify()
-
     def setup_olmoe_down_of_8(self) -> None:
         self._setup(experts=64, rows=2048, columns=1024, active=8)
 
-    def benchmark_olmoe_down_of_8(self) -> None:
-        self._run()
-
-    def verify_olmoe_down_of_8(self) -> torch.Tensor:
-        return self._verify()
+    benchmark_qwen3_down = benchmark_olmoe_down_of_8 = _run
+    verify_qwen3_down = verify_olmoe_down_of_8 = _verify
 
 
 class PolarExpressBenchmark(Benchmark):
@@ -109,17 +100,8 @@ class PolarExpressBenchmark(Benchmark):
     def setup_gpt_attention(self) -> None:
         self._setup(12, 768, 768)
 
-    def benchmark_gpt_attention(self) -> None:
-        self._run()
-
-    def verify_gpt_attention(self) -> torch.Tensor:
-        return self._verify()
-
     def setup_gpt_up(self) -> None:
         self._setup(12, 768, 3072)
 
-    def benchmark_gpt_up(self) -> None:
-        self._run()
-
-    def verify_gpt_up(self) -> torch.Tensor:
-        return self._verify()
+    benchmark_gpt_attention = benchmark_gpt_up = _run
+    verify_gpt_attention = verify_gpt_up = _verify

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..report import Row
 from ..sources import ROOT
 
 LAYER, OTHER = "layer", "other_tokens"
@@ -32,27 +33,19 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A row with one number.
+class FirstCalls(Row):
+    """First calls; `value` is the slowest of what the case names, and at most `target` is wanted.
 
     Args:
-        value: of `unit`; the slowest of what the case names.
-        target: `value` should not be above it.
         compiler: whether the process needed a C compiler.
         parts: value by number of tokens.
     """
 
-    case: str
-    variant: str
-    ok: bool
-    value: float | None = None
-    unit: str | None = None
-    target: float | None = None
     compiler: bool | None = None
     parts: dict[str, float] | None = None
 
 
-def rows(cases: Sequence[str]) -> Iterator[tuple[Figure, str]]:
+def rows(cases: Sequence[str]) -> Iterator[tuple[FirstCalls, str]]:
     """The rows of these cases, of one process for each layer."""
     for layer, sizes in SIZES.items():
         asked = [case for case in cases if case.rpartition("/")[0] == layer]
@@ -65,15 +58,16 @@ def rows(cases: Sequence[str]) -> Iterator[tuple[Figure, str]]:
             yield figure(case, found, compiler=compiler)
 
 
-def figure(case: str, found: dict[str, float] | None, *, compiler: bool) -> tuple[Figure, str]:
+def figure(case: str, found: dict[str, float] | None, *, compiler: bool) -> tuple[FirstCalls, str]:
     """The row of a case and its line; `found` are seconds by number of tokens."""
     if found is None:
-        return Figure(case, "auto", ok=False), f"{case:<36} FAILED, not timed"
+        return FirstCalls(case, "auto", ok=False), f"{case:<36} FAILED, not timed"
     call = case.rpartition("/")[2]
     parts = {key: s for key, s in found.items() if (key == str(FIRST)) == (call == LAYER)}
     slowest = max(parts.values())
     needs = ", needs a compiler" if compiler else ""
-    row = Figure(case, "auto", True, slowest, "s", TARGETS[call], compiler, parts)
+    measured = {"value": slowest, "unit": "s", "target": TARGETS[call]}
+    row = FirstCalls(case, "auto", ok=True, **measured, compiler=compiler, parts=parts)
     return row, f"{case:<36}{slowest:>8.2f}s  of {TARGETS[call]} s{needs}"
 
 
