@@ -1,6 +1,6 @@
 """What "orthogonalized" means: the polar factor, and the polynomials that approximate it.
 
-Plain float64 PyTorch on (..., m, n); imports nothing of the package.
+Plain float64 PyTorch on (..., m, n).
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-
-def normalized(x: torch.Tensor, prefactor: float) -> torch.Tensor:
-    """x / (prefactor * ||x||_F) for each matrix of x (..., m, n); zeros stay zeros."""
-    x = x.double()
-    norm = torch.linalg.matrix_norm(x, keepdim=True)
-    return torch.where(norm > 0, x / (prefactor * norm), torch.zeros_like(x))
+from .normalize import normalize
 
 
 def newton_schulz(
     x: torch.Tensor, rows: Sequence[tuple[float, float, float]], prefactor: float = 1.0
 ) -> torch.Tensor:
     """X <- a X + (b A + c A^2) X with A = X X^T, for each row (a, b, c); x is (..., m, n)."""
-    x = normalized(x, prefactor)
+    x = normalize(x, prefactor)
     for a, b, c in rows:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -35,7 +30,7 @@ def gram_newton_schulz(
     restarts: Sequence[int] = (),
 ) -> torch.Tensor:
     """The same polynomials through R = X X^T; equal to `newton_schulz` in exact arithmetic."""
-    x = normalized(x, prefactor)
+    x = normalize(x, prefactor)
     identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
     q, r = identity, x @ x.mT
     for i, (a, b, c) in enumerate(rows):
@@ -56,7 +51,7 @@ def gram_polynomial(
 
     X starts at x / (safety ||x x^T||_F^(1/2)); each square is (i, alpha, beta, delta).
     """
-    x = normalized(x, 1.0)
+    x = normalize(x)
     bound = torch.linalg.matrix_norm(x @ x.mT, keepdim=True).sqrt()
     x = torch.where(bound > 0, x / (safety * bound), x)
     identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
