@@ -61,10 +61,8 @@ def bf16_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str,
     return goals
 
 
-def packed_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str, Goal]:
-    """Name -> goal of a layer's row of `quant`."""
-    if variant != "auto":
-        return {}
+def packed_goals(layer: Layer, direction: str) -> dict[str, Goal]:
+    """Name -> goal of a layer's row of `quant` on the path that a user gets."""
     goals, kind = host_goals(layer, direction), (layer.format, layer.tokens)
     if direction == "fwd+bwd" and kind in FORMATS:
         names = ("of_bf16", "of_baseline_peak")
