@@ -60,7 +60,8 @@ def figure(
 class Link:
     """The two ways of one exchange: as many bytes from every rank to every other and itself.
 
-    `matrices`: of which they are rows; p2p puts these together at the owner.
+    `matrices`: of which they are rows; p2p puts these together at the owner. `missing` says why a
+    transport has no figure.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Link:
         messages = built_package.module(built.package, "distributed.message_layout")
         policy = built_package.module(built.package, "distributed.choose_transport")
         unit = 16 * matrices
-        self.ranks, part = ranks, size // ranks.count // unit * unit
+        self.missing, part = "WRONG RESULTS", size // ranks.count // unit * unit
         counts = (part,) * ranks.count
         # One message object per direction: a transport knows its exchanges by them.
         rows = (matrices,) * ranks.count
@@ -88,14 +89,17 @@ class Link:
         )
         self.outbox.random_(0, 255)
 
-    def take(self, name: str) -> bool:
-        """Exchange by a transport from here on; whether it can be had, on all ranks alike."""
-        self.transport.settle(self.traffic, self.options(transport=name), together=True)
-        rows = self.transport.report()
-        self.report = rows[0]
-        self.transport.begin()
-        self.lease = self.transport.inbox(self.coming)
-        return name == "nccl" or self.report.transport == name
+    def transports(self) -> Iterator[str]:
+        """Those that can be had, on all ranks alike; from each on exchanges go by it."""
+        for name in TRANSPORTS:
+            self.transport.settle(self.traffic, self.options(transport=name), together=True)
+            self.report = self.transport.report()[0]
+            self.transport.begin()
+            self.lease = self.transport.inbox(self.coming)
+            if name == "nccl" or self.report.transport == name:
+                yield name
+            else:
+                self.missing = f"NOT TAKEN ({self.report.reason})"
 
     def place(self) -> Any:
         return self.inbox if self.lease is None else self.lease.bytes
@@ -122,11 +126,8 @@ def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Li
     """C3 and C13: bytes that leave every GPU in an exchange, and what setting it up takes."""
     import torch
 
-    link, seen, rates, setup, missing = Link(built, ranks, size), [], {}, {}, "WRONG RESULTS"
-    for name in TRANSPORTS:
-        if not link.take(name):
-            missing = f"NOT TAKEN ({link.report.reason})"
-            continue
+    link, seen, rates, setup = Link(built, ranks, size), [], {}, {}
+    for name in link.transports():
         link.once()
         link.launch().wait()
         ranks.synchronize()
@@ -139,12 +140,10 @@ def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Li
             setup[name] = ranks.largest(link.report.setup_ms)
             if ranks.first:
                 print(f"C13: {link.report.arena_bytes} bytes are shared by every rank")
-    what = {"missing": missing}
-    yield figure(
-        f"C3/a2a {size // MIB} MiB", rates, Goal(320.0, at_least=True), unit="GB/s", **what
-    )
+    case, goal = f"C3/a2a {size // MIB} MiB", Goal(320.0, at_least=True)
+    yield figure(case, rates, goal, unit="GB/s", missing=link.missing)
     case, goal = f"C13/setup for {size // MIB} MiB", Goal(SETUP_GOAL, at_least=False)
-    yield figure(case, setup, goal, unit="ms", **what)
+    yield figure(case, setup, goal, unit="ms", missing=link.missing)
 
 
 def beside(
@@ -181,12 +180,9 @@ def contention(
         for _ in range(count):
             built.package.newton_schulz(x, steps=5)
 
-    alone, found, missing = median(ranks, work), {}, "WRONG RESULTS"
+    alone, found = median(ranks, work), {}
     link = Link(built, ranks, size)
-    for name in TRANSPORTS:
-        if not link.take(name):
-            missing = f"NOT TAKEN ({link.report.reason})"
-            continue
+    for name in link.transports():
         one, begun = median(ranks, link.once), time.perf_counter()
         for _ in range(8):
             link.launch()
@@ -199,7 +195,7 @@ def contention(
         found[name] = statistics.median(taken[WARMUP:]) / alone
     case = f"C2/{count} x {n}^2 beside {size // MIB} MiB"
     unit = "times the time alone"
-    yield figure(case, found, Goal(goal, at_least=False), unit=unit, missing=missing)
+    yield figure(case, found, Goal(goal, at_least=False), unit=unit, missing=link.missing)
 
 
 def gather(
@@ -213,7 +209,7 @@ def gather(
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
     link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)
     exchange = built_package.module(built.package, "optimizers.sharded.exchange")
-    found, on_host, missing = {}, {}, "WRONG RESULTS"
+    found, on_host = {}, {}
 
     def phase() -> None:
         link.launch().wait()
@@ -224,16 +220,13 @@ def gather(
             link.lease.give()
             link.lease = link.transport.inbox(link.coming)
 
-    for name in TRANSPORTS:
-        if not link.take(name):
-            missing = f"NOT TAKEN ({link.report.reason})"
-            continue
+    for name in link.transports():
         found[name] = 1e3 * median(ranks, phase)
         start = time.perf_counter()
         phase()
         on_host[name] = ranks.largest(1e6 * (time.perf_counter() - start))
         ranks.synchronize()
-    case, what = f"C4/gather {count} x {n}^2", {"unit": "us", "missing": missing}
+    case, what = f"C4/gather {count} x {n}^2", {"unit": "us", "missing": link.missing}
     yield figure(case, found, Goal(goal, at_least=False), **what)
     yield figure(f"{case}, host", on_host, Goal(host_goal, at_least=False), **what)
 
