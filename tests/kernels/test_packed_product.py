@@ -186,6 +186,17 @@ def test_the_ops_take_what_path_and_times_say(
         assert seen == [(5 / 3, k, module.LEAST_ROWS_OF_FEW)]
 
 
+@pytest.mark.usefixtures("on_device")
+def test_an_activation_is_not_dropped_where_the_op_cannot_take_the_product(module):
+    _, n, k = STORED
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
+    x, opened = rows(k, torch.float16), stack()
+    with pytest.raises(ValueError, match="applies an activation: it needs bfloat16"):
+        module.prefer_compiled(
+            x, opened, True, rows(8), None, *order, rows(n), activated=rows(n // 2)
+        )
+
+
 @pytest.mark.parametrize("path", ("measured", "compiled"))
 @pytest.mark.parametrize("rank", (12, 3))
 def test_nested_scales_and_other_ranks_are_made_plain(

@@ -297,7 +297,11 @@ def prefer_compiled(
 ) -> Tensor | None:
     """What packed_product_triton.py does with these arguments, by CUDA if it can.
 
-    `activated` and `early` as in `packed_product`; Triton's knows neither.
+    `activated` and `early` as in `packed_product`. Triton's product applies no activation, and
+    begins late.
+
+    Raises:
+        ValueError: `activated` is wanted of what CUDA cannot take.
     """
     from .packed_product_triton import gate_and_dot
     from .packed_product_triton import packed_product as by_triton
@@ -305,6 +309,8 @@ def prefer_compiled(
     reason = refusal(x, stack)
     if out is None:
         reason = "the gates' gradient alone is wanted"
+    if reason is not None and activated is not None:
+        raise ValueError(f"no product but the compiled one applies an activation: {reason}")
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
