@@ -166,7 +166,7 @@ def recorded() -> Iterator[dict[str, tuple]]:
     def compile_kernel(kernel: Any, what: Any, options: dict, _: Any) -> None:
         found[key_of(kernel, what, options)] = (kernel, what, options)
 
-    stream = types.SimpleNamespace(cuda_stream=0, priority=0)
+    stream = types.SimpleNamespace(cuda_stream=0)
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (plans, "compile_kernel", compile_kernel),

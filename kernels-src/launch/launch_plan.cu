@@ -1,11 +1,14 @@
-// launch_plan: what a call costs the host is one lookup, and for every
-// launch the copy of its arguments and the driver's part.
+// launch_plan: what a call costs the host is one lookup, and for every launch the copy of its
+// arguments and the driver's part. Tensors are bare handles here, asked once for what is read of
+// them: torch::stable::Tensor takes a block of memory of its own for each.
 
 #include <cudaTypedefs.h>
 
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -13,14 +16,49 @@
 
 namespace optimizer {
 
-using TensorVector = std::vector<Tensor>;
-
 namespace launch_plan {
 namespace {
+
+using torch::stable::detail::to;
 
 constexpr size_t kMostPlans = 1024;  // of some 10 KB each; the one unused for longest goes
 constexpr int64_t kAlignment = 16;   // bytes: Triton compiles in whether an address is a multiple
 constexpr size_t kMostArguments = 96;
+
+struct Delete {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
+};
+using Handle = std::unique_ptr<AtenTensorOpaque, Delete>;
+
+char* address_of_first(const Handle& tensor) {
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return static_cast<char*>(data);
+}
+
+// The tensors of a list, which is deleted.
+std::vector<Handle> taken(StableIValue value) {
+  const auto list = to<StableListHandle>(value);
+  size_t count = 0;
+  TORCH_ERROR_CODE_CHECK(torch_list_size(list, &count));
+  std::vector<Handle> tensors(count);
+  for (size_t n = 0; n < count; ++n) {
+    StableIValue one = 0;
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, n, &one));
+    tensors[n].reset(to<AtenTensorHandle>(one));
+  }
+  TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
+  return tensors;
+}
+
+StableIValue listed(std::vector<Handle> tensors) {
+  StableListHandle list = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(tensors.size(), &list));
+  for (Handle& one : tensors) {
+    TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, torch::stable::detail::from(one.release())));
+  }
+  return torch::stable::detail::from(list);
+}
 
 // What a plan was recorded for: its tag, and every operand but for its address.
 using Key = std::vector<int64_t>;
@@ -34,21 +72,36 @@ std::mutex guard;
 std::map<Key, Entry> plans;
 uint64_t calls = 0;
 
-Key key_of(const TensorVector& operands, int64_t tag) {
+// What a call reads of its operands.
+struct Call {
   Key key;
-  key.reserve(1 + 12 * operands.size());
-  key.push_back(tag);
-  for (const Tensor& x : operands) {
-    const auto sizes = x.sizes(), strides = x.strides();
-    const auto within =
-        static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data_ptr()) % kAlignment);
-    key.push_back(static_cast<int64_t>(x.scalar_type()) << 32 |
-                  static_cast<int64_t>(x.get_device_index() & 0xffff) << 12 |
-                  static_cast<int64_t>(sizes.size()) << 4 | within);
-    key.insert(key.end(), sizes.begin(), sizes.end());
-    key.insert(key.end(), strides.begin(), strides.end());
+  std::vector<char*> addresses;
+  int32_t device;  // of the first
+};
+
+Call call_of(const std::vector<Handle>& operands, int64_t tag) {
+  Call call{};
+  call.key.reserve(1 + 12 * operands.size());
+  call.key.push_back(tag);
+  call.addresses.reserve(operands.size());
+  for (const Handle& x : operands) {
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+    int32_t dtype = 0, device = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(x.get(), &dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(x.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(x.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device));
+    char* const address = address_of_first(x);
+    if (call.addresses.empty()) call.device = device;
+    call.addresses.push_back(address);
+    const auto within = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % kAlignment);
+    call.key.push_back(static_cast<int64_t>(dtype) << 32 |
+                       static_cast<int64_t>(device & 0xffff) << 12 | dims << 4 | within);
+    call.key.insert(call.key.end(), sizes, sizes + dims);
+    call.key.insert(call.key.end(), strides, strides + dims);
   }
-  return key;
+  return call;
 }
 
 std::shared_ptr<const Plan> find(const Key& key) {
@@ -128,7 +181,7 @@ void read_product(Reader& reader, nf4_product::Problem& p) {
 }
 
 Step read_step(Reader& reader, const Plan& plan, size_t operands) {
-  const size_t streams = 1 + plan.priorities.size(), buffers = plan.buffers.size();
+  const size_t streams = 1 + plan.seconds, buffers = plan.buffers.size();
   Step step{};
   step.kind = static_cast<Kind>(reader.index(kNf4Product + 1));
   if (step.kind == kAllocate || step.kind == kFree) {
@@ -157,9 +210,7 @@ Step read_step(Reader& reader, const Plan& plan, size_t operands) {
 Plan read_plan(const std::vector<int64_t>& program, size_t operands) {
   Reader reader(program);
   Plan plan;
-  for (int64_t n = reader.count(); n > 0; --n) {
-    plan.priorities.push_back(static_cast<int>(reader.next()));
-  }
+  plan.seconds = static_cast<size_t>(reader.count());
   for (int64_t n = reader.count(); n > 0; --n) {
     Buffer buffer;
     buffer.dtype = static_cast<int32_t>(reader.next());
@@ -192,46 +243,49 @@ PFN_cuLaunchKernelEx_v11060 launcher() {
   return found;
 }
 
-// The event of a stream: recorded there, awaited elsewhere.
-cudaEvent_t event_of(int device, cudaStream_t stream) {
-  static std::map<std::pair<int, cudaStream_t>, cudaEvent_t> events;
-  const std::lock_guard<std::mutex> lock(guard);
-  cudaEvent_t& event = events[{device, stream}];
-  if (event == nullptr) {
-    STD_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-  }
-  return event;
-}
+// A stream and its event, which is recorded there and awaited elsewhere.
+struct Stream {
+  cudaStream_t stream;
+  cudaEvent_t event;
+};
 
-// The n-th stream beside `first`, which it keeps.
-cudaStream_t beside(int device, cudaStream_t first, size_t n, int priority) {
-  static std::map<std::tuple<int, cudaStream_t, size_t, int>, cudaStream_t> streams;
+// The current stream, and as many beside it, which it keeps; they are as urgent as it is.
+std::vector<Stream> streams_of(int32_t device, size_t seconds) {
+  void* current = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  const auto first = static_cast<cudaStream_t>(current);
+  if (seconds == 0) return {{first, nullptr}};
+  int priority = 0;
+  STD_CUDA_CHECK(cudaStreamGetPriority(first, &priority));
+  // By its priority, too: the handle of a stream that is gone may be another one's.
+  static std::map<std::tuple<int32_t, cudaStream_t, int>, std::vector<Stream>> streams;
   const std::lock_guard<std::mutex> lock(guard);
-  cudaStream_t& stream = streams[{device, first, n, priority}];
-  if (stream == nullptr) {
-    STD_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+  std::vector<Stream>& found = streams[{device, first, priority}];
+  while (found.size() <= seconds) {
+    Stream one{first, nullptr};
+    if (!found.empty()) {
+      STD_CUDA_CHECK(cudaStreamCreateWithPriority(&one.stream, cudaStreamNonBlocking, priority));
+    }
+    STD_CUDA_CHECK(cudaEventCreateWithFlags(&one.event, cudaEventDisableTiming));
+    found.push_back(one);
   }
-  return stream;
+  return {found.begin(), found.begin() + static_cast<std::ptrdiff_t>(seconds) + 1};
 }
 
 // One playing of a plan: its streams, and what is allocated.
 class Playing {
  public:
-  Playing(const Plan& plan, const TensorVector& operands, int device)
-      : plan_(plan), device_(device), made_(plan.buffers.size()) {
-    void* current = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-    streams_.push_back(static_cast<cudaStream_t>(current));
-    for (size_t n = 0; n < plan.priorities.size(); ++n) {
-      streams_.push_back(beside(device, streams_[0], n, plan.priorities[n]));
-    }
-    addresses_.reserve(operands.size() + plan.buffers.size());
-    for (const Tensor& x : operands) addresses_.push_back(static_cast<char*>(x.data_ptr()));
-    addresses_.resize(operands.size() + plan.buffers.size());
-    first_buffer_ = operands.size();
+  Playing(const Plan& plan, Call& call)
+      : plan_(plan),
+        device_(call.device),
+        streams_(streams_of(call.device, plan.seconds)),
+        addresses_(call.addresses),
+        first_buffer_(call.addresses.size()),
+        made_(plan.buffers.size()) {
+    addresses_.resize(first_buffer_ + plan.buffers.size());
   }
 
-  TensorVector run() {
+  std::vector<Handle> run() {
     for (const Step& step : plan_.steps) {
       switch (step.kind) {
         case kAllocate:
@@ -241,10 +295,9 @@ class Playing {
           made_[step.first].reset();
           break;
         case kWait: {
-          const cudaStream_t awaited = streams_[step.second];
-          const cudaEvent_t event = event_of(device_, awaited);
-          STD_CUDA_CHECK(cudaEventRecord(event, awaited));
-          STD_CUDA_CHECK(cudaStreamWaitEvent(streams_[step.first], event, 0));
+          const Stream& awaited = streams_[step.second];
+          STD_CUDA_CHECK(cudaEventRecord(awaited.event, awaited.stream));
+          STD_CUDA_CHECK(cudaStreamWaitEvent(streams_[step.first].stream, awaited.event, 0));
           break;
         }
         case kLaunch:
@@ -255,9 +308,9 @@ class Playing {
           break;
       }
     }
-    TensorVector results;
+    std::vector<Handle> results;
     results.reserve(plan_.results.size());
-    for (const int32_t one : plan_.results) results.push_back(std::move(*made_[one]));
+    for (const int32_t one : plan_.results) results.push_back(std::move(made_[one]));
     return results;
   }
 
@@ -268,8 +321,8 @@ class Playing {
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
         static_cast<int64_t>(buffer.sizes.size()), buffer.sizes.data(), buffer.strides.data(),
         buffer.dtype, aoti_torch_device_type_cuda(), device_, &handle));
-    made_[index].emplace(handle);
-    addresses_[first_buffer_ + index] = static_cast<char*>(made_[index]->data_ptr());
+    made_[index].reset(handle);
+    addresses_[first_buffer_ + index] = address_of_first(made_[index]);
   }
 
   int64_t value_of(const Argument& one) const {
@@ -296,7 +349,7 @@ class Playing {
     p.offsets = address_of<const int64_t>(*next++);
     p.out = address_of<void>(*next++);
     p.activated = address_of<void>(*next++);
-    nf4_product::run(p, device_, streams_[step.first]);
+    nf4_product::run(p, device_, streams_[step.first].stream);
   }
 
   void launch(const Step& step) {
@@ -316,7 +369,7 @@ class Playing {
     config.blockDimX = step.threads;
     config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = step.shared;
-    config.hStream = streams_[step.first];
+    config.hStream = streams_[step.first].stream;
     config.attrs = &early;
     config.numAttrs = step.early ? 1 : 0;
     const CUresult result = launcher()(&config, step.function, pointers, nullptr);
@@ -325,44 +378,41 @@ class Playing {
   }
 
   const Plan& plan_;
-  const int device_;
-  std::vector<cudaStream_t> streams_;
-  std::vector<char*> addresses_;
-  std::vector<std::optional<Tensor>> made_;
-  size_t first_buffer_ = 0;
+  const int32_t device_;
+  const std::vector<Stream> streams_;
+  std::vector<char*>& addresses_;  // of the operands, then of the buffers
+  const size_t first_buffer_;
+  std::vector<Handle> made_;
 };
+
+std::vector<Handle> play(Call call) {
+  const std::shared_ptr<const Plan> plan = find(call.key);
+  if (plan == nullptr) return {};
+  int32_t current = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
+  std::optional<torch::stable::accelerator::DeviceGuard> on;
+  if (current != call.device) on.emplace(call.device);
+  return Playing(*plan, call).run();
+}
 
 }  // namespace
 }  // namespace launch_plan
 
-namespace {
-
-void define(const TensorVector& operands, int64_t tag, const std::vector<int64_t>& program) {
-  using namespace launch_plan;
-  keep(key_of(operands, tag), std::make_shared<const Plan>(read_plan(program, operands.size())));
-}
-
-TensorVector play(const TensorVector& operands, int64_t tag) {
-  using namespace launch_plan;
-  const std::shared_ptr<const Plan> plan = find(key_of(operands, tag));
-  if (plan == nullptr) return {};
-  const int device = operands[0].get_device_index();
-  const torch::stable::accelerator::DeviceGuard on(device);
-  return Playing(*plan, operands, device).run();
-}
-
-}  // namespace
-
 // Boxed by hand: TORCH_BOX copies the list of results once more.
 void launch_plan_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  using torch::stable::detail::from;
-  using torch::stable::detail::to;
-  const auto operands = to<TensorVector>(stack[0]);
+  using namespace launch_plan;
+  const std::vector<Handle> operands = taken(stack[0]);
   const auto tag = to<int64_t>(stack[1]);
   const auto program = to<std::vector<int64_t>>(stack[2]);
   STD_TORCH_CHECK(!operands.empty(), "launch_plan: there are no operands");
-  if (!program.empty()) define(operands, tag, program);
-  stack[0] = from(program.empty() ? play(operands, tag) : TensorVector{});
+  Call call = call_of(operands, tag);
+  if (program.empty()) {
+    stack[0] = listed(play(std::move(call)));
+    return;
+  }
+  auto plan = std::make_shared<const Plan>(read_plan(program, operands.size()));
+  keep(std::move(call.key), std::move(plan));
+  stack[0] = listed({});
 }
 
 }  // namespace optimizer

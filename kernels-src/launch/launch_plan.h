@@ -2,7 +2,7 @@
 // A launch plan: the launches of a function of tensors, recorded once, to be played again on other
 // addresses. kernels/launch/launch_plan.py records and encodes it; this is what its integers mean.
 //
-// program   seconds, priority...          streams beside the current one, which is 0
+// program   seconds                       how many streams are beside the current one, which is 0
 //           buffers, {dtype, dims, size..., stride...}...
 //           results, buffer...
 //           steps, {kind, ...}...
@@ -50,7 +50,7 @@ struct Step {
 };
 
 struct Plan {
-  std::vector<int> priorities;  // of the streams from 1 on
+  size_t seconds = 0;  // streams from 1 on
   std::vector<Buffer> buffers;
   std::vector<int32_t> results;
   std::vector<Step> steps;

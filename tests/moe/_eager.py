@@ -362,3 +362,13 @@ def assert_no_worse(actual, plain, exact, dtypes, factor, floors) -> None:
         error = relative_error(actual[name], expected)
         allowed = max(factor * relative_error(plain[name], expected), floors[name])
         assert error <= allowed, f"{name}: relative error {error:.2e} exceeds {allowed:.2e}"
+
+
+def together(plans, tensors: list[Tensor]) -> Tensor:
+    """Copies, as a plan lays out what it joins."""
+    most = sum(x.untyped_storage().nbytes() + 512 for x in tensors)
+    joined = torch.empty(most, dtype=torch.uint8, device=tensors[0].device)
+    described = [(x.shape, x.stride(), x.dtype) for x in tensors]
+    for x, place in zip(tensors, plans.apart(joined, described), strict=True):
+        place.copy_(x)
+    return joined

@@ -23,14 +23,14 @@ DTYPES = {6: torch.float32, 7: torch.float64, 0: torch.uint8, 4: torch.int64}
 class Stream:
     """Stands for a CUDA stream."""
 
-    def __init__(self, handle: int, priority: int = 0) -> None:
-        self.cuda_stream, self.priority = handle, priority
+    def __init__(self, handle: int, device: str = "cpu", priority: int = 0) -> None:
+        self.cuda_stream, self.device, self.priority = handle, device, priority
 
     def wait_stream(self, other: Stream) -> None:
         """All runs in order here."""
 
 
-FIRST, SECOND = Stream(11), Stream(12, -1)
+FIRST, SECOND = Stream(11), Stream(12)
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def play(program: list[int], operands: list[torch.Tensor]) -> list[torch.Tensor]
     """What the op does with a program, for `Kernel`."""
     numbers = iter(program)
     take = numbers.__next__
-    for _ in range(take()):
-        take()
+    take()  # how many streams there are beside the current one
     shapes = []
     for _ in range(take()):
         dtype, dims = DTYPES[take()], take()
@@ -201,9 +200,43 @@ def test_results_in_one_tensor(plans, current) -> None:
     expected = run(lambda kernel, grid: kernel[grid], *operands)
     first, joined = play(program, operands)
     assert torch.equal(first, expected[0]) and joined.shape == (2 * 512,)
-    for found in (joined, plans._together(expected[1:])):
-        for one, other in zip(plans.apart(found, described), expected[1:], strict=True):
-            assert one.stride() == other.stride() and torch.equal(one, other)
+    for one, other in zip(plans.apart(joined, described), expected[1:], strict=True):
+        assert one.stride() == other.stride() and torch.equal(one, other)
+
+
+def test_what_cannot_be_played_comes_as_the_function_gives_it(plans, current, monkeypatch) -> None:
+    """Results that no plan joined are not copied into one tensor."""
+    x, kept = torch.randn(4), [torch.randn(4), torch.randn(2)]
+    monkeypatch.setattr(plans, "_plays", lambda _: True)
+    unplayed = types.SimpleNamespace(launch_plan=lambda *_: [], nf4_product=plans.ops.nf4_product)
+    monkeypatch.setattr(plans, "ops", unplayed)
+    monkeypatch.setattr(plans, "_refused", refused := set())
+    found = plans.replayed("a function", lambda x: [x + 1, *kept], [x], (), joins=True)
+    assert refused, "it is computed by torch"
+    assert found[1] is kept[0] and found[2] is kept[1]
+
+
+@pytest.mark.sees_defect(
+    "a second stream is as urgent as any",
+    "    return torch.cuda.Stream(first.device, priority=priority)\n",
+    "    return torch.cuda.Stream(first.device)\n",
+)
+def test_a_second_stream_is_as_urgent_as_the_first(plans, current, monkeypatch) -> None:
+    made = []
+
+    def stream(device, priority=0) -> Stream:
+        made.append(Stream(100 + len(made), device, priority))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    x = types.SimpleNamespace(is_cuda=True, device="cuda:0")
+    usual, urgent = Stream(1, x.device), Stream(2, x.device, -3)
+    found = []
+    for current.stream in (usual, urgent, usual):
+        with plans.beside(x) as streams:
+            found.append(streams.second)
+    assert found == [made[0], made[1], made[0]]
+    assert [one.priority for one in made] == [0, -3]
 
 
 @pytest.mark.sees_defect(
@@ -230,7 +263,7 @@ def test_two_streams_keep_their_memory_until_they_meet(plans, current) -> None:
         return [out]
 
     recording, _, program = record(plans, run, drawn(8, 8))
-    assert program[:2] == [1, SECOND.priority]
+    assert program[0] == 1, "one stream beside the current one"
     operands = drawn(8, 8)
     (out,) = play(program, operands)
     assert torch.equal(out, operands[0] * 2 + (operands[0] + operands[1]))
@@ -415,7 +448,7 @@ def test_memory_in_two_pieces_where_one_would_keep_too_much(
     for slack, buffers in ((2**20, 2), (0, 3)):
         monkeypatch.setattr(memory, "_SLACK", slack)
         _, _, program = record(plans, run, drawn(8192, 8192))
-        assert program[1] == buffers
+        assert program[:2] == [0, buffers]
         operands = drawn(8192, 8192)
         (out,) = play(program, operands)
         (expected,) = run(lambda kernel, grid: kernel[grid], *operands)

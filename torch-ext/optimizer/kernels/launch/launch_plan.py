@@ -130,8 +130,9 @@ class Streams:
 
 
 @functools.cache
-def _second(first: torch.cuda.Stream) -> torch.cuda.Stream:
-    return torch.cuda.Stream(first.device)
+def _second(first: torch.cuda.Stream, priority: int) -> torch.cuda.Stream:
+    """As urgent as the first, whose handle may be a stream of another priority later."""
+    return torch.cuda.Stream(first.device, priority=priority)
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ def beside(x: Tensor) -> Iterator[Streams]:
     streams = Streams()
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
-        streams = Streams(first, _second(first))
+        streams = Streams(first, _second(first, first.priority))
         begins_beside(first, streams.second)
     streams.there_waits()
     try:
@@ -199,8 +200,7 @@ def replayed(
     if played:
         return played
     with on_device_of(present[0]):
-        results = function(*operands, *constants)
-        return [results[0], _together(results[1:])] if joins else results
+        return function(*operands, *constants)
 
 
 def apart(joined: Tensor, described: Iterable[tuple]) -> list[Tensor]:
@@ -217,16 +217,6 @@ def apart(joined: Tensor, described: Iterable[tuple]) -> list[Tensor]:
         found.append(flat.as_strided(sizes, strides, flat.storage_offset()))
         at += next_place(size)
     return found
-
-
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies, as they lie where results are joined by a plan."""
-    described = [(x.shape, x.stride(), x.dtype) for x in tensors]
-    size = sum(next_place(_bytes_of(*one)) for one in described)
-    joined = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    for x, place in zip(tensors, apart(joined, described), strict=True):
-        place.copy_(x)
-    return joined
 
 
 def prepare(
@@ -384,7 +374,6 @@ class Recording(TorchDispatchMode):
         self._buffers: list[_Buffer] = []
         self._steps: list[_Step] = []
         self._streams: list[int] = []
-        self._priorities: list[int] = []
         self._regions: list[tuple[int, int]] = []  # steps from a beginning to its end
         self._begun: list[int] = []
 
@@ -519,7 +508,7 @@ class Recording(TorchDispatchMode):
                 found.append(self._code(self._steps[at], bases))
             found += ([_FREE, place] for place, when in ends.items() if when == at)
         return [
-            *(len(self._priorities), *self._priorities),
+            max(len(self._streams) - 1, 0),
             len(shapes),
             *itertools.chain.from_iterable(
                 (self._scalar_type(dtype), len(sizes), *sizes, *strides)
@@ -538,7 +527,6 @@ class Recording(TorchDispatchMode):
             self._streams.append(torch.cuda.current_stream(self._device).cuda_stream)
         if stream.cuda_stream not in self._streams:
             self._streams.append(stream.cuda_stream)
-            self._priorities.append(stream.priority)
         return self._streams.index(stream.cuda_stream)
 
     def _argument(self, kind: str, value: Any, step: _Step) -> tuple[int, int]:
