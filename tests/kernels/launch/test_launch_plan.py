@@ -244,21 +244,19 @@ def test_a_second_stream_is_as_urgent_as_the_first(plans, current, monkeypatch) 
     "        in_order = self.stream is not None and self.stream == other.stream\n",
     "        in_order = True\n",
 )
-def test_two_streams_keep_their_memory_until_they_meet(plans, current) -> None:
+def test_two_streams_keep_their_memory_until_they_meet(plans, current, monkeypatch) -> None:
     kernel = Kernel()
+    monkeypatch.setattr(plans, "_second", lambda *_: SECOND)
 
     def run(launch, x, y):
         before, beside, out = torch.empty(8), torch.empty(8), torch.empty(8)
         launch(kernel, (1,))(x, y, before, 8, 1, 1.0, BLOCK=64)
-        plans.begins_beside(FIRST, SECOND)
-        plans.waits(SECOND, FIRST)
-        current.stream = SECOND
-        launch(kernel, (1,))(x, y, beside, 8, 1, 1.0, BLOCK=64)
-        current.stream = FIRST
-        other = torch.empty(8)
-        launch(kernel, (1,))(x, x, other, 8, 1, 1.0, BLOCK=64)
-        plans.waits(FIRST, SECOND)
-        plans.ends_beside()
+        with plans.beside(types.SimpleNamespace(is_cuda=True, device="cuda:0")):
+            current.stream = SECOND
+            launch(kernel, (1,))(x, y, beside, 8, 1, 1.0, BLOCK=64)
+            current.stream = FIRST
+            other = torch.empty(8)
+            launch(kernel, (1,))(x, x, other, 8, 1, 1.0, BLOCK=64)
         launch(kernel, (1,))(other, before, out, 8, 1, 1.0, BLOCK=64)
         return [out]
 

@@ -87,26 +87,6 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return kernel[grid] if recording is None else functools.partial(recording.launch, kernel, grid)
 
 
-def begins_beside(first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
-    """From here to `ends_beside` launches run on two streams, which the first keeps waiting for."""
-    if (recording := getattr(_here, "recording", None)) is not None:
-        recording.begin(first, second)
-
-
-def ends_beside() -> None:
-    """Both streams have met."""
-    if (recording := getattr(_here, "recording", None)) is not None:
-        recording.end()
-
-
-def waits(stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
-    """`stream` goes on after what was launched on the awaited one so far."""
-    if (recording := getattr(_here, "recording", None)) is not None:
-        recording.wait(stream, awaited)
-    else:
-        stream.wait_stream(awaited)
-
-
 @dataclasses.dataclass(frozen=True)
 class Streams:
     """The current stream and the second one; away from a GPU neither, and all runs in order."""
@@ -120,13 +100,18 @@ class Streams:
 
     def there_waits(self) -> None:
         """The second stream goes on after what was launched on the first so far."""
-        if self.second is not None:
-            waits(self.second, self.first)
+        self._wait(self.second, self.first)
 
     def here_waits(self) -> None:
         """The first stream goes on after what was launched on the second so far."""
-        if self.first is not None:
-            waits(self.first, self.second)
+        self._wait(self.first, self.second)
+
+    def _wait(self, stream: torch.cuda.Stream | None, awaited: torch.cuda.Stream | None) -> None:
+        recording = getattr(_here, "recording", None)
+        if stream is not None and recording is not None:
+            recording.wait(stream, awaited)
+        elif stream is not None:
+            stream.wait_stream(awaited)
 
 
 @functools.cache
@@ -142,18 +127,18 @@ def beside(x: Tensor) -> Iterator[Streams]:
     Args:
         x: Where it lies, the launches run. Away from a GPU nothing runs beside anything.
     """
-    streams = Streams()
+    streams, region = Streams(), contextlib.nullcontext()
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
         streams = Streams(first, _second(first, first.priority))
-        begins_beside(first, streams.second)
-    streams.there_waits()
-    try:
-        yield streams
-    finally:
-        streams.here_waits()
-        if x.is_cuda:
-            ends_beside()
+        recording = getattr(_here, "recording", None)
+        region = region if recording is None else recording.region(streams)
+    with region:
+        streams.there_waits()
+        try:
+            yield streams
+        finally:
+            streams.here_waits()
 
 
 def replayed(
@@ -375,7 +360,7 @@ class Recording(TorchDispatchMode):
         self._steps: list[_Step] = []
         self._streams: list[int] = []
         self._regions: list[tuple[int, int]] = []  # steps from a beginning to its end
-        self._begun: list[int] = []
+        self._in_region = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -450,21 +435,21 @@ class Recording(TorchDispatchMode):
         step.code = [_NF4_PRODUCT, stream, *sizes, *flags]
         self._steps.append(step)
 
-    def begin(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
-        """What follows may run on a second stream."""
-        if self._begun:
+    @contextlib.contextmanager
+    def region(self, streams: Streams) -> Iterator[None]:
+        """What is launched meanwhile may run on either stream; they meet at its end."""
+        if self._in_region:
             raise _NotPlayableError("one region of two streams lies in another")
-        self._stream(first)
-        self._stream(second)
-        self._begun.append(len(self._steps))
+        self._in_region, begin = True, len(self._steps)
+        self._stream(streams.first)
+        self._stream(streams.second)
+        yield
+        self._regions.append((begin, len(self._steps) - 1))
+        self._in_region = False
 
     def wait(self, stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
         """The stream waits for the awaited one."""
         self._steps.append(_Step([_WAIT, self._stream(stream), self._stream(awaited)]))
-
-    def end(self) -> None:
-        """The streams have met."""
-        self._regions.append((self._begun.pop(), len(self._steps) - 1))
 
     def program(self, returned: Sequence[Tensor], joins: bool = False) -> list[int]:
         """The integers of launch_plan.h, when all is compiled; `joins` as in `replayed`."""
