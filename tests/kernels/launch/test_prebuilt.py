@@ -1,12 +1,9 @@
 """Machine code that comes with the package: tools/prebuild.py makes it, a first call takes it."""
 
-import importlib
+# ruff: noqa: F811 - tests take the imported fixtures as arguments
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 
 from ..._checkout import ROOT, tool
 from ...conftest import module_fixture
-from .test_triton_compile import asked, kernel, order  # noqa: F401
+from .test_triton_compile import arguments, asked, kernel, order, run_compiling  # noqa: F401
 
 GPU = torch.device("cuda", 0)  # whose driver no test here asks
 
@@ -37,28 +34,26 @@ def archive(prebuilt, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def came(compiler, prebuilt, archive, kernel):  # noqa: F811
-    """The machine code that came for `asked(compiler, kernel, 7)`."""
-    from .test_triton_compile import arguments
+def found(compiler, kernel):
+    """What `asked` asks for."""
+    return compiler.specialization(kernel, arguments(), {"BLOCK": 64})
 
-    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+
+@pytest.fixture
+def came(compiler, prebuilt, archive, kernel, found):
+    """The machine code that came for `asked(compiler, kernel, 7)`."""
     made = prebuilt.Compiled(b"code", "scaled_copy", 96, 5)
-    key = prebuilt.key_of(kernel, found, {"number": 7})
-    archive.write_bytes(prebuilt.archive_of([(key, made)]))
-    return made
+    archive.write_bytes(
+        prebuilt.archive_of([(prebuilt.key_of(kernel, found, {"number": 7}), made)])
+    )
+    compiler._takes_prebuilt.cache_clear()
+    yield made
+    compiler._takes_prebuilt.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
-def test_what_came_is_not_compiled(
-    compiler,
-    came,
-    kernel,  # noqa: F811
-    order,  # noqa: F811
-    monkeypatch,
-    capability,
-) -> None:
+def test_what_came_is_not_compiled(compiler, came, kernel, order, monkeypatch, capability) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    compiler._takes_prebuilt.cache_clear()
     found = [asked(compiler, kernel, number, GPU) for number in (7, 7)]
     assert compiler.compiles() == (capability != compiler.CAPABILITY)
     found.append(asked(compiler, kernel, 8, GPU))
@@ -69,16 +64,10 @@ def test_what_came_is_not_compiled(
     assert [one.loaded().threads for one in found] == [threads, threads, 64]
     assert order.found == ([8] if serves else [7, 8])
     assert found[0] is found[1]
-    compiler._takes_prebuilt.cache_clear()
 
 
 def test_code_that_the_driver_refuses_is_compiled_instead(
-    compiler,
-    came,
-    kernel,  # noqa: F811
-    order,  # noqa: F811
-    monkeypatch,
-    caplog,
+    compiler, came, kernel, order, monkeypatch, caplog
 ) -> None:
     def in_memory(found, device):
         if found.code == came.code:
@@ -87,18 +76,15 @@ def test_code_that_the_driver_refuses_is_compiled_instead(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: compiler.CAPABILITY)
     monkeypatch.setattr(compiler, "_in_memory", in_memory)
-    compiler._takes_prebuilt.cache_clear()
     refused = asked(compiler, kernel, 7, GPU)
     for _ in range(2):
         assert refused.loaded() == compiler.Loaded(1, 64, 7)
     assert order.found == [7] and caplog.text.count("is compiled instead") == 1
-    compiler._takes_prebuilt.cache_clear()
 
 
-def test_code_of_other_sources_is_none(compiler, prebuilt, came, kernel, monkeypatch) -> None:  # noqa: F811
-    from .test_triton_compile import arguments
-
-    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+def test_code_of_other_sources_is_none(
+    compiler, prebuilt, came, kernel, found, monkeypatch
+) -> None:
     assert prebuilt.prebuilt(kernel, found, {"number": 7}) == came
     assert prebuilt.prebuilt(kernel, found, {"number": 8}) is None
     other = compiler.specialization(kernel, arguments(), {"BLOCK": 32})
@@ -120,18 +106,10 @@ def test_without_an_archive_there_is_none(prebuilt, archive) -> None:
 
 
 def test_a_damaged_archive_is_said_and_compiled_instead(
-    compiler,
-    prebuilt,
-    archive,
-    came,
-    kernel,  # noqa: F811
-    caplog,
+    prebuilt, submodule, archive, came, kernel, found, caplog
 ) -> None:
     """Whatever is damaged, none of it becomes code, and no call fails."""
-    from .test_triton_compile import arguments
-
-    found, whole = compiler.specialization(kernel, arguments(), {"BLOCK": 64}), archive.read_bytes()
-    said = importlib.import_module(prebuilt.__name__.partition(".kernels.")[0] + ".dispatch")
+    whole, said = archive.read_bytes(), submodule("dispatch")
     flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(len(whole))]
     outcomes = set()
     for content in (b"", whole[: len(whole) // 2], whole[100:], *flipped):
@@ -181,14 +159,9 @@ def test_a_layer_of_the_list(repo_id, device, tmp_path, prebuilt) -> None:
     if device.type == "cuda":
         variant = root / "build" / source.name
     shutil.copytree(source, variant, ignore=shutil.ignore_patterns("__pycache__", "*.zip"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    program = MADE.format(tools=str(ROOT / "tools"), build=str(root / "build"))
     contents = []
     for _ in range(2):
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        run_compiling("-c", MADE.format(tools=str(ROOT / "tools"), build=str(root / "build")))
         contents.append((variant / prebuilt.ARCHIVE.relative_to(source)).read_bytes())
     assert contents[0] == contents[1]
     assert str(ROOT).encode() not in contents[0]
@@ -196,21 +169,15 @@ def test_a_layer_of_the_list(repo_id, device, tmp_path, prebuilt) -> None:
     assert json.loads((variant / "metadata.json").read_text())["digest"]["files"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == prebuilt.CAPABILITY:
         cache = tmp_path / "cache"
-        environment |= {"LOCAL_KERNELS": f"{repo_id}={root}", "TRITON_CACHE_DIR": str(cache)}
-        command = [sys.executable, "-c", FIRST_CALL.format(repo_id=repo_id)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        places = {"LOCAL_KERNELS": f"{repo_id}={root}", "TRITON_CACHE_DIR": str(cache)}
+        run_compiling("-c", FIRST_CALL.format(repo_id=repo_id), **places)
         assert not cache.exists() or not list(cache.rglob("*.cubin"))
 
 
 def test_a_layer_launches_what_is_compiled_for_it() -> None:
     """Dense, packed and frozen layers at loads between those of the tool."""
     script = Path(__file__).with_name("layers_of_the_list.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(script), str(ROOT / "tools")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_compiling(str(script), str(ROOT / "tools"))
 
 
 def test_another_checkouts_variant_is_refused(tmp_path) -> None:

@@ -118,20 +118,28 @@ for arch in (80, 90):
 """
 
 
+def run_compiling(*arguments: str, **variables: str) -> None:
+    """Python in a process of its own, which succeeds and compiles.
+
+    Where kernels were interpreted, none can be compiled any more.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_compiled_once_and_kept(kernel, repo_id, device, tmp_path) -> None:
-    """In a process of its own: where kernels were interpreted, none can be compiled any more."""
     with open(tmp_path / "scaled_copy.py", "a") as source:
         source.write(
             "\n\nfrom triton.runtime.jit import JITFunction\n\n"
             'kernel = JITFunction(scaled_copy, do_not_specialize=["n"])\n'
         )
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    environment.pop("TRITON_INTERPRET", None)
-    program = COMPILED_ONCE.format(repo_id=repo_id, backend=device.type)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_compiling(
+        "-c", COMPILED_ONCE.format(repo_id=repo_id, backend=device.type), PYTHONPATH=paths
+    )
 
 
 @pytest.fixture
@@ -320,4 +328,3 @@ def test_what_fails_in_the_background_is_logged(compiler, caplog) -> None:
     compiler.in_background(prepares_nothing, 7)
     wait_for(lambda: "7 is no height" in caplog.text)
     assert "prepares_nothing failed beside the training" in caplog.text
-    assert "7 is no height" in caplog.text
