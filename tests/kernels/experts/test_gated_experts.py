@@ -48,15 +48,13 @@ def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, m
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
     kept = watch(launches, "gated_forward", lambda found, *_, **__: tuple(found[0].shape))
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    ids, wide = problem.ids(device), 2 * problem.intermediate
-    expected = by_triton(layer, x, ids, gates)
+    layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
+    expected = layer(x, ids, gates)
     with torch.no_grad():
-        assert_same_bits(by_triton(layer, x, ids, gates), expected)
+        assert_same_bits(layer(x, ids, gates), expected)
     layer.requires_grad_(False)
-    assert_same_bits(by_triton(layer, x.detach(), ids, gates.detach()), expected)
-    rows = problem.tokens * problem.top_k
+    assert_same_bits(layer(x.detach(), ids, gates.detach()), expected)
+    rows, wide = problem.tokens * problem.top_k, 2 * problem.intermediate
     assert kept == [(rows, wide), (0, wide), (0, wide)]
 
 
@@ -70,18 +68,15 @@ def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, m
     ids=str,
 )
 def test_what_runs_stage_by_stage(moe, device, called, backend, problem):
-    layer = problem.module(moe, device)
-    layer.backend = backend
-    x, gates, _ = problem.inputs(device)
-    layer(x, problem.ids(device), gates)
+    layer, x, ids, gates, _ = problem.drawn(moe, device, backend)
+    layer(x, ids, gates)
     assert called == ["_op", "_op"]
 
 
 def test_second_order_raises_and_a_graph_serves_twice(moe, device):
     problem = LayerProblem(5, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    out = by_triton(layer, x, problem.ids(device), gates)
+    layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
+    out = layer(x, ids, gates)
     (first,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     assert_same_bits(first, second)
@@ -89,38 +84,42 @@ def test_second_order_raises_and_a_graph_serves_twice(moe, device):
         second.square().sum().backward()
 
 
-def test_order_of_gradients(moe, submodule, device, monkeypatch):
+@pytest.fixture
+def with_room(moe, submodule, device, monkeypatch):
+    """`with_room(made, **sizes)`: what a step adds to `made`, without room for gradients and with.
+
+    Both give the same gradients.
+    """
+    launches = submodule("kernels.experts.gated_launch_triton")
+
+    def run(made: list, **sizes) -> list[list]:
+        problem = LayerProblem(experts=3, hidden=16, intermediate=8, rank=2, rank_down=2, **sizes)
+        layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
+        leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+        found, seen = [], []
+        for room in (0, 10**9):
+            monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
+            found.append(torch.autograd.grad(layer(x, ids, gates), leaves, grad))
+            seen.append(made.copy())
+            made.clear()
+        for one, other in zip(*found, strict=True):
+            assert_error_at_most(one, other, 1e-6)
+        return seen
+
+    return run
+
+
+def test_order_of_gradients(submodule, monkeypatch, watch, with_room):
     """Few rows: each operand is let go before the next gradient. Many: sums share launches."""
-    problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
     launches = submodule("kernels.experts.gated_launch_triton")
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    real, found, sums = launches.expert_products, [], []
-
-    def watch(given, *rest, **options):
-        sums[-1].append(len(given))
-        real(given, *rest, **options)
-
-    monkeypatch.setattr(launches, "expert_products", watch)
     monkeypatch.setattr(launches, "sums_fit_beside", lambda *_: False)
-    for room in (0, 10**9):
-        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
-        sums.append([])
-        out = by_triton(layer, x, problem.ids(device), gates)
-        found.append(torch.autograd.grad(out, leaves, grad))
-    assert sums == [[1, 2, 1], [4]]
-    for one, other in zip(*found, strict=True):
-        assert_error_at_most(one, other, 1e-6)
+    sums = watch(launches, "expert_products", lambda _, given, *rest, **options: len(given))
+    assert with_room(sums, tokens=6) == [[1, 2, 1], [4]]
 
 
-def test_what_runs_beside_what(moe, submodule, device, monkeypatch, begun):
+def test_what_runs_beside_what(submodule, monkeypatch, begun, with_room):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
-    problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
     launches = submodule("kernels.experts.gated_launch_triton")
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
     made: list[str] = []
 
     class Streams:
@@ -145,15 +144,7 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch, begun):
     monkeypatch.setattr(launches, "beside", beside)
     names = ("low_rank", "grouped_product", "combine_triton", "expert_products")
     begun(launches, *names, "gated_backward", "reorder", seen=made)
-    found, seen = [], []
-    for room in (0, 10**9):
-        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
-        out = by_triton(layer, x, problem.ids(device), gates)
-        found.append(torch.autograd.grad(out, leaves, grad))
-        seen.append(" ".join(made))
-        made.clear()
-    for one, other in zip(*found, strict=True):
-        assert_error_at_most(one, other, 1e-6)
+    seen = (" ".join(one) for one in with_room(made, tokens=24))
     alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
     assert alone == (
         "low_rank reorder low_rank product combine "
@@ -177,10 +168,8 @@ def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
 
 def test_the_op_and_its_reference(moe, submodule, ops, device):
     problem = LayerProblem(6, experts=3, hidden=8, intermediate=8, rank=2, rank_down=2, bias=True)
-    layer = problem.module(moe, device).requires_grad_(False)
-    x, gates, _ = problem.inputs(device)
-    ids, lora = problem.ids(device), layer.expert_lora.factors()
-    order = moe.expert_sort(ids, 3)
+    layer, x, ids, gates, _ = problem.drawn(moe, device)
+    lora, order = layer.requires_grad_(False).expert_lora.factors(), moe.expert_sort(ids, 3)
     first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, layer.gate_up_proj_bias)
     second = (layer.down_proj.mT, lora.down.a, lora.down.b, layer.down_proj_bias)
     operands = (x.detach(), *first, *second, gates.detach())
@@ -192,28 +181,18 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
     torch.library.opcheck(ops.gated_experts.default, arguments, test_utils=checks)
 
 
-def test_dynamo_leaves_the_bodies_of_ops_alone(moe, submodule, ops, device, monkeypatch):
+def test_dynamo_leaves_the_bodies_of_ops_alone(moe, submodule, ops, device, watch):
     """Where a frame that it gave up calls them: sort, forward and backward."""
     launches = submodule("kernels.experts.gated_launch_triton")
     sort = submodule("kernels.experts.expert_sort")
-    traced = []
-
-    def note(place, name: str) -> None:
-        real = getattr(place, name)
-
-        def noted(*given):
-            traced.append((name, torch.compiler.is_compiling()))
-            return real(*given)
-
-        monkeypatch.setattr(place, name, noted)
-
+    traced: list[tuple[str, bool]] = []
     names = ("expert_sort", "gated_experts_triton", "gated_experts_backward_triton")
     for place, name in zip((sort.reference, launches, launches), names, strict=True):
-        note(place, name)
+        watch(place, name, lambda *_, name=name: (name, torch.compiler.is_compiling()), traced)
     problem = LayerProblem(6, experts=3, hidden=8, intermediate=8, rank=2, rank_down=2)
-    layer = problem.module(moe, device).requires_grad_(False)
-    x, gates, grad = (one.detach() for one in problem.inputs(device))
-    ids, lora = problem.ids(device), layer.expert_lora.factors()
+    layer, *drawn = problem.drawn(moe, device)
+    x, ids, gates, grad = (one.detach() for one in drawn)
+    lora = layer.requires_grad_(False).expert_lora.factors()
     first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, None, 2.0)
     second = (layer.down_proj.mT, lora.down.a, lora.down.b, None, 2.0)
 
@@ -257,15 +236,14 @@ def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved)
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
+    layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
     gated, made = submodule("kernels.experts.gated_launch_triton"), []
     real = gated.column_pieces
     monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []
     for limit in (1.5, 1 / 2, 1 / 8):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
-        found.append(by_triton(layer, x, problem.ids(device), gates).detach())
+        found.append(layer(x, ids, gates).detach())
     assert [(len(ranges), packs) for ranges, packs in made] == [(1, True), (2, True), (1, False)]
     for one in found[1:]:
         assert_error_at_most(one, found[0], 1e-6)
