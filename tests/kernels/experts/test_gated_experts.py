@@ -212,7 +212,7 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch, watch):
     launch = submodule("kernels.experts.grouped_launch_triton")
     problem = operands(submodule, device)
     x, factor = problem["x"], problem["lora_b"].transpose(1, 2)
-    rows = problem["slots"].shape[0]
+    rows = problem["order"].slots.shape[0]
     low = torch.randn(rows, RANK, device=device)
     monkeypatch.setattr(launch, "PIECE", 16)
     sizes = watch(launch, "reorder", lambda _, source, target, *rest: target.shape[2])

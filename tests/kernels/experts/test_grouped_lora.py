@@ -41,10 +41,6 @@ def operands(submodule, device, dtype=torch.float32, seed=0) -> dict:
         "bias": normal(EXPERTS, N),
         "gates": normal(TOKENS, TOP_K, dtype=torch.float32),
         "order": order,
-        "slots": order.slots,
-        "rows": order.rows,
-        "offsets": order.offsets,
-        "tiles": order.tiles,
     }
 
 
@@ -68,61 +64,42 @@ def named(problem: dict, *names: str) -> tuple:
     return tuple(problem[name] for name in names)
 
 
-def forward_arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
-    operands = (*named(problem, "x", *WEIGHTS), 0.5, *problem["order"].operands())
-    return (*operands, TOP_K, grouped_out, path)
+NAMES = ("forward", "dx", "dab", "dw", "linear")
 
 
-def dx_arguments(
-    problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True
-) -> tuple:
-    operands = (*named(problem, "dy", *WEIGHTS), 0.5, *problem["order"].operands())
-    return (*operands, *named(problem, "gates", "x"), 1, TOP_K, grouped_out, wants_dx, path)
-
-
-def dab_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
-    x = problem["x"]
+def arguments(name: str, problem: dict, path: str, gated: bool = True) -> tuple:
+    """Of an op by its last word."""
+    x, dy, gates = named(problem, "x", "dy", "gates")
+    weight, *lora, bias = named(problem, *WEIGHTS)
+    projection, order = (weight, *lora, bias, 0.5), problem["order"].operands()
     generator = torch.Generator().manual_seed(1)
     low = torch.randn(2, ROWS, RANK, generator=generator).to(x.device, x.dtype).unbind()
-    tensors = (*named(problem, "x", "dy"), *low, *named(problem, "lora_a", "lora_b"))
-    return (*tensors, *problem["order"].operands(), problem["gates"], TOP_K, 1, *wants, path)
-
-
-def dw_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
-    operands = (*named(problem, "x", "dy", "weight", "bias"), *problem["order"].operands())
-    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
-
-
-def linear_arguments(problem: dict, path: str, gated: bool = True) -> tuple:
-    operands = (*named(problem, "x", *WEIGHTS), 0.5, *problem["order"].operands())
-    return (*operands, problem["gates"] if gated else None, False, False, path)
-
-
-BACKWARD = {"dab": dab_arguments, "dw": dw_arguments}
-ARGUMENTS = {
-    "forward": forward_arguments,
-    "dx": dx_arguments,
-    "linear": linear_arguments,
-} | BACKWARD
+    return {
+        "forward": (x, *projection, *order, TOP_K, False, path),
+        "dx": (dy, *projection, *order, gates, x, 1, TOP_K, False, True, path),
+        "dab": (x, dy, *low, *lora, *order, gates, TOP_K, 1, True, True, path),
+        "dw": (x, dy, weight, bias, *order, gates, TOP_K, 1, True, True, path),
+        "linear": (x, *projection, *order, gates if gated else None, False, False, path),
+    }[name]
 
 
 @pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(submodule, ops, device, name, path):
     problem = operands(submodule, device, torch.float32 if name == "linear" else torch.bfloat16)
     for leaf in ("x", *WEIGHTS, "gates") if name == "linear" else ():
         problem[leaf] = problem[leaf].detach().requires_grad_()
     op = getattr(ops, f"grouped_lora_{name}")
-    torch.library.opcheck(op.default, ARGUMENTS[name](problem, path))
+    torch.library.opcheck(op.default, arguments(name, problem, path))
 
 
 @pytest.mark.parametrize("path", ["compiled", "measured"])
 def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
     """Paths of the product over packed weights; decoded ones are weights like all others."""
     problem = operands(submodule, device)
-    expected = ops.grouped_lora_forward(*forward_arguments(problem, "triton"))
-    assert_all_same_bits(ops.grouped_lora_forward(*forward_arguments(problem, path)), expected)
+    expected = ops.grouped_lora_forward(*arguments("forward", problem, "triton"))
+    assert_all_same_bits(ops.grouped_lora_forward(*arguments("forward", problem, path)), expected)
 
 
 @pytest.mark.sees_defect(
@@ -206,7 +183,7 @@ def test_operands_are_read_in_place(launched):
 @pytest.mark.parametrize("path", PATHS)
 def test_dw_results(submodule, ops, device, path):
     problem = operands(submodule, device)
-    dw, dbias = ops.grouped_lora_dw(*dw_arguments(problem, path))
+    dw, dbias = ops.grouped_lora_dw(*arguments("dw", problem, path))
     wide = doubles(problem)
     expected_w = torch.zeros(dw.shape, dtype=torch.float64)
     expected_b = torch.zeros(dbias.shape, dtype=torch.float64)
@@ -225,7 +202,7 @@ def test_dw_results(submodule, ops, device, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
     problem = operands(submodule, device)
-    y, _ = ops.grouped_lora_linear(*linear_arguments(problem, path, gated))
+    y, _ = ops.grouped_lora_linear(*arguments("linear", problem, path, gated))
     wide = [problem[name].double().cpu() for name in ("x", *WEIGHTS, "gates")]
     wide[5] = wide[5] if gated else None
     reference = submodule("reference.moe").grouped_lora_linear
