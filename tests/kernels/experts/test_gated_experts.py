@@ -201,7 +201,7 @@ def test_dynamo_leaves_the_bodies_of_ops_alone(moe, submodule, ops, device, watc
         slots, rows, offsets, tiles = ops.expert_sort(ids, 3, 16, "reference")
         layer = (*first, *second, slots, offsets, rows, tiles, 16, 2, gates, "silu", False)
         _, *kept = ops.gated_experts(x, *layer, True)
-        return ops.gated_experts_backward(grad, *kept, x, *layer, 1)[0]
+        return ops.gated_experts_backward(grad, *kept, x, *layer, [True] + [False] * 9)[0]
 
     torch.compile(lambda *given: given_up(*given), backend="eager")(x, gates, grad)
     assert traced == [(name, False) for name in names]

@@ -25,8 +25,8 @@ from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
 from ..checks import gradient_like, refuse_forward_mode, untraced
 from ..launch.launch_plan import replayed
-from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
-from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights, GatedLayer
+from .expert_sort import ORDER, ORDER_LENGTH
+from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, GatedLayer, opened
 from .rows import ACTIVATIONS
 
 
@@ -49,18 +49,11 @@ _LAYER = f"{_FIRST}, {_SECOND}, {ORDER}, Tensor gates"
 _LAYER_LENGTH = 2 * WEIGHTS_LENGTH + ORDER_LENGTH + 1
 
 
-def opened(arguments: Sequence[Any]) -> tuple[ExpertWeights, ExpertWeights, ExpertOrder, Any]:
-    """Both projections, the order, and what follows them, from the gates on."""
-    first, rest = arguments[:WEIGHTS_LENGTH], arguments[WEIGHTS_LENGTH:]
-    second, rest = rest[:WEIGHTS_LENGTH], rest[WEIGHTS_LENGTH:]
-    order, rest = rest[:ORDER_LENGTH], rest[ORDER_LENGTH:]
-    return ExpertWeights.of(*first), ExpertWeights.of(*second), ExpertOrder.of(*order), *rest
-
-
 def _played(name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple:
     """function(*arguments) of an op, whose tensors are operands of a launch plan."""
     operands = [one if isinstance(one, Tensor) else None for one in arguments]
-    constants = tuple(None if isinstance(one, Tensor) else one for one in arguments)
+    plain = (None if isinstance(one, Tensor) else one for one in arguments)
+    constants = tuple(tuple(one) if isinstance(one, list) else one for one in plain)
 
     def run(*both: Any) -> Sequence[Tensor]:
         tensors, plain = both[:-1], both[-1]
@@ -79,7 +72,7 @@ define(
 define(
     add_op_namespace_prefix("gated_experts_backward"),
     "(Tensor grad, Tensor wide, Tensor xa1, Tensor xa2, Tensor x, "
-    f"{_LAYER}, str activation, bool interleaved, int wants) -> ({', '.join(['Tensor'] * 10)})",
+    f"{_LAYER}, str activation, bool interleaved, bool[] wants) -> ({', '.join(['Tensor'] * 10)})",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -90,7 +83,7 @@ def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tenso
     from .gated_launch_triton import gated_experts_triton
 
     def forward(x: Tensor, *arguments) -> Sequence[Tensor]:
-        *layer, keeps = opened(arguments)
+        *layer, keeps = opened(arguments, 2)
         return gated_experts_triton(GatedLayer(x, *layer), keeps)
 
     return _played("gated_experts", forward, (x, *arguments))
@@ -98,7 +91,7 @@ def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 @register_fake(add_op_namespace_prefix("gated_experts"))
 def _fake(x, *arguments):
-    first, second, order, gates, *_, keeps = opened(arguments)
+    first, second, order, gates, *_, keeps = opened(arguments, 2)
     total = order.slots.shape[0]
     return (
         x.new_empty((gates.shape[0], second.weight.shape[2])),
@@ -118,29 +111,23 @@ def _gated_experts_backward(
     def backward(
         grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
     ) -> Sequence[Tensor]:
-        *layer, wants = opened(arguments)
-        flags = Wants(*_flags(wants))
-        return gated_experts_backward_triton(grad, GatedLayer(x, *layer), (wide, xa1, xa2), flags)
+        *layer, wants = opened(arguments, 2)
+        kept, wants = (wide, xa1, xa2), Wants(*wants)
+        return gated_experts_backward_triton(grad, GatedLayer(x, *layer), kept, wants)
 
     return _played("gated_experts_backward", backward, (grad, wide, xa1, xa2, x, *arguments))
 
 
-def _flags(wants: int) -> tuple[bool, ...]:
-    """Which of the ten operands want a gradient: bit n for the n-th of `Wants`."""
-    return tuple(bool(wants >> bit & 1) for bit in range(10))
-
-
 @register_fake(add_op_namespace_prefix("gated_experts_backward"))
 def _fake_backward(grad, wide, xa1, xa2, x, *arguments):
-    first, second, _, gates, *_, wants = opened(arguments)
-    flags = _flags(wants)
+    first, second, _, gates, *_, wants = opened(arguments, 2)
     parameters = (*first.operands()[:4], *second.operands()[:4])
     grads = (
         x.new_empty(0) if parameter is None else gradient_like(parameter, want)
-        for parameter, want in zip(parameters, flags[1:9], strict=True)
+        for parameter, want in zip(parameters, wants[1:9], strict=True)
     )
-    dgates = gates.new_empty(gates.shape if flags[9] else 0)
-    return x.new_empty(x.shape if flags[0] else 0), *grads, dgates
+    dgates = gates.new_empty(gates.shape if wants[9] else 0)
+    return x.new_empty(x.shape if wants[0] else 0), *grads, dgates
 
 
 # Places among the arguments of the forward of what may want a gradient, in the order of `Wants`.
@@ -169,13 +156,12 @@ def _gradients(ctx, grad, *_):
     arguments = list(ctx.arguments)
     for place, tensor in zip(ctx.places, tensors, strict=True):
         arguments[place] = tensor
-    needs = [ctx.needs_input_grad[place] for place in _LEAVES]
-    wants = sum(bool(need) << bit for bit, need in enumerate(needs))
+    wants = [ctx.needs_input_grad[place] for place in _LEAVES]
     with without_autocast(grad.device):
         found = ops.gated_experts_backward(grad, wide, xa1, xa2, *arguments, wants)
     gradients: list[Tensor | None] = [None] * count
-    for place, one, need in zip(_LEAVES, found, needs, strict=True):
-        gradients[place] = one if need else None
+    for place, one, want in zip(_LEAVES, found, wants, strict=True):
+        gradients[place] = one if want else None
     return tuple(gradients)
 
 

@@ -133,11 +133,12 @@ WEIGHTS = "Tensor weight, Tensor? lora_a, Tensor? lora_b, Tensor? bias, float sc
 WEIGHTS_LENGTH = 5
 
 
-def _opened(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The weights, the order, and what follows them."""
-    weights, rest = arguments[:WEIGHTS_LENGTH], arguments[WEIGHTS_LENGTH:]
-    order, rest = rest[:ORDER_LENGTH], rest[ORDER_LENGTH:]
-    return ExpertWeights.of(*weights), ExpertOrder.of(*order), *rest
+def opened(arguments: Sequence[Any], projections: int = 1) -> tuple[Any, ...]:
+    """The weights of so many projections, the order, and what follows them."""
+    at = projections * WEIGHTS_LENGTH
+    weights = (arguments[n : n + WEIGHTS_LENGTH] for n in range(0, at, WEIGHTS_LENGTH))
+    order, rest = arguments[at : at + ORDER_LENGTH], arguments[at + ORDER_LENGTH :]
+    return *(ExpertWeights.of(*one) for one in weights), ExpertOrder.of(*order), *rest
 
 
 @custom_op(
@@ -147,7 +148,7 @@ def _opened(arguments: Sequence[Any]) -> tuple[Any, ...]:
     "(Tensor, Tensor)",
 )
 def _forward(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    weights, order, fan, grouped_out, path = _opened(arguments)
+    weights, order, fan, grouped_out, path = opened(arguments)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_forward_triton
 
@@ -159,7 +160,7 @@ def _forward(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
 
 
 def _fake_forward(x, *arguments):
-    weights, order, *_ = _opened(arguments)
+    weights, order, *_ = opened(arguments)
     rows = order.slots.shape[0]
     return x.new_empty((rows, weights.weight.shape[2])), x.new_empty((rows, weights.rank))
 
@@ -188,7 +189,7 @@ def grouped_lora_forward(
     "SymInt x_fan, bool grouped_out, bool wants_dx, str path) -> (Tensor, Tensor, Tensor)",
 )
 def _dx(dy: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    weights, order, gates, x, *layout, path = _opened(arguments)
+    weights, order, gates, x, *layout, path = opened(arguments)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_dx_triton
 
@@ -200,7 +201,7 @@ def _dx(dy: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_dx(dy, *arguments):
-    weights, order, _, x, _, _, _, wants_dx, _ = _opened(arguments)
+    weights, order, _, x, _, _, _, wants_dx, _ = opened(arguments)
     rows = order.slots.shape[0]
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
     return (
@@ -346,7 +347,7 @@ def grouped_lora_dw(
     "str path) -> (Tensor, Tensor)",
 )
 def _linear(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    weights, order, gates, grouped_in, grouped_out, path = _opened(arguments)
+    weights, order, gates, grouped_in, grouped_out, path = opened(arguments)
     fan = 0 if grouped_in else order.top_k
     grouped = grouped_out or gates is not None
     y, xa = grouped_lora_forward(x, weights, order, fan=fan, grouped_out=grouped, path=path)
@@ -354,7 +355,7 @@ def _linear(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
 
 
 def _fake_linear(x, *arguments):
-    weights, order, gates, *_ = _opened(arguments)
+    weights, order, gates, *_ = opened(arguments)
     rows = order.slots.shape[0]
     results = rows if gates is None else gates.shape[0]
     return x.new_empty((results, weights.weight.shape[2])), x.new_empty((rows, weights.rank))
