@@ -94,24 +94,19 @@ def _packed_columns(
 
 
 def gated_forward(
-    x: Tensor,  # rows of K
-    weight: Tensor,  # (E, K, 2I)
+    layer: GatedLayer,
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, 2I)
-    bias: Tensor | None,  # (E, 2I)
-    order: ExpertOrder,
     *,
-    fan: int,
-    activation: str,
-    interleaved: bool,
     keeps: bool,
-    early: bool = False,
-    signals: bool = False,
+    early: bool,
+    signals: bool,
 ) -> tuple[Tensor, Tensor]:
     """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I)).
 
     `early` and `signals` as in `grouped_product` and `low_rank`.
     """
+    x, weight, bias, order = layer.x, layer.first.weight, layer.first.bias, layer.order
     experts, k, n = weight.shape
     rows, width = order.slots.shape[0], n // 2
     rank = 0 if factor is None else factor.shape[1]
@@ -124,7 +119,7 @@ def gated_forward(
     for first, end in ranges:
         end = end or width
         columns = (first, end, packs)
-        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, *columns)
+        here, factor_width, at = _packed_columns(factor, layer.interleaved, x.dtype, *columns)
         count = triton.cdiv(2 * (end - first), tile.columns)
         launch(_gated_forward, (order.tiles.shape[0] * count,))(
             x,
@@ -149,12 +144,12 @@ def gated_forward(
             *weight.stride(),
             *((0, 0, 0) if here is None else here.stride()),
             *((0, 0) if bias is None else bias.stride()),
-            FAN=fan,
+            FAN=order.top_k,
             LORA=here is not None,
             BIAS=bias is not None,
             KEEPS=keeps,
-            INTERLEAVED=interleaved,
-            KIND=KINDS[activation],
+            INTERLEAVED=layer.interleaved,
+            KIND=KINDS[layer.activation],
             NEXT=signals,
             **product_options(x, tile, k, n, rank, early=early),
         )
@@ -163,57 +158,49 @@ def gated_forward(
 
 
 def rooms_of_backward(
-    dy: Tensor,  # rows of K
-    weight: Tensor,  # (E, K, I)
-    rank: int,
-    order: ExpertOrder,
+    grad: Tensor,  # rows of K
+    layer: GatedLayer,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `gated_backward` fills, the third per tile of columns; without rows if not wanted."""
-    _, k, width = weight.shape
-    tile = tile_of(dy, order.tile_rows, k, width, "gated", rank)
+    (_, width, k), order = layer.second.weight.shape, layer.order
+    tile = tile_of(grad, order.tile_rows, k, width, "gated", layer.second.rank)
     d_rows, h_rows, dots_rows = (order.slots.shape[0] if one else 0 for one in wanted)
     parts = (triton.cdiv(width, tile.columns), dots_rows)
-    dots = torch.empty(parts, dtype=torch.float32, device=dy.device)
-    return dy.new_empty((d_rows, 2 * width)), dy.new_empty((h_rows, width)), dots
+    dots = torch.empty(parts, dtype=torch.float32, device=grad.device)
+    return grad.new_empty((d_rows, 2 * width)), grad.new_empty((h_rows, width)), dots
 
 
 def gated_backward(
-    dy: Tensor,  # rows of K
-    weight: Tensor,  # (E, K, I)
+    grad: Tensor,  # rows of K
+    layer: GatedLayer,
     low: Tensor,  # (R, r)
-    factor: Tensor | None,  # (E, r, I)
     wide: Tensor,  # (R, 2I)
-    gates: Tensor,  # (T, k)
-    order: ExpertOrder,
     rooms: tuple[Tensor, Tensor, Tensor],
     *,
-    fan: int,
-    activation: str,
-    interleaved: bool,
     early: bool = False,
 ) -> None:
     """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R).
 
     `early` as in `grouped_product`.
     """
+    weight, rank, order = layer.second.weight.mT, layer.second.rank, layer.order
     experts, k, width = weight.shape
     d_wide, h, dots = rooms
-    rows, rank = order.slots.shape[0], 0 if factor is None else factor.shape[1]
-    tile = tile_of(dy, order.tile_rows, k, width, "gated", rank)
+    tile = tile_of(grad, order.tile_rows, k, width, "gated", rank)
     column_tiles = triton.cdiv(width, tile.columns)
-    factor = None if factor is None else packed(factor, dy.dtype)
+    factor = None if layer.second.lora is None else packed(layer.second.a, grad.dtype)
     wants_wide, wants_h, wants_dots = (room.numel() > 0 for room in rooms)
     count = order.tiles.shape[0]
     if count == 0 or not (wants_wide or wants_h or wants_dots):
         return
     launch(_gated_backward, (count * column_tiles,))(
-        dy,
+        grad,
         weight,
         low,
         weight if factor is None else factor,
         wide,
-        gates.contiguous(),
+        layer.gates.contiguous(),
         order.slots,
         order.tiles,
         d_wide,
@@ -223,22 +210,22 @@ def gated_backward(
         width,
         rank,
         experts,
-        rows,
+        order.slots.shape[0],
         count,
         column_tiles,
-        *dy.stride(),
+        *grad.stride(),
         *weight.stride(),
         *((0, 0, 0) if factor is None else factor.stride()),
-        FAN=fan,
+        FAN=order.top_k,
         LORA=factor is not None,
         STORES=wants_wide,
         KEEPS=wants_h,
         DOTS=wants_dots,
-        INTERLEAVED=interleaved,
-        KIND=KINDS[activation],
+        INTERLEAVED=layer.interleaved,
+        KIND=KINDS[layer.activation],
         PIECE=config.piece(tile),
-        **product_options(dy, tile, k, width, rank, early=early),
-        **config.registers(tile, dy.element_size(), arch(dy.device)),
+        **product_options(grad, tile, k, width, rank, early=early),
+        **config.registers(tile, grad.element_size(), arch(grad.device)),
     )
 
 
@@ -391,20 +378,7 @@ def gated_experts_triton(layer: GatedLayer, keeps: bool) -> tuple[Tensor, Tensor
         reorder(own1, factor1, early=early, signals=signals)
         early = signals
     signals = signals and second.lora is not None
-    wide, h = gated_forward(
-        x,
-        first.weight,
-        xa1,
-        factor1,
-        first.bias,
-        order,
-        fan=order.top_k,
-        activation=layer.activation,
-        interleaved=layer.interleaved,
-        keeps=keeps,
-        early=early,
-        signals=signals,
-    )
+    wide, h = gated_forward(layer, xa1, factor1, keeps=keeps, early=early, signals=signals)
     del factor1
     early = signals
     if factor2 is not own2:
@@ -457,9 +431,8 @@ def _backward_in_turn(
             low_rank(grad, second.b.mT, order, yb2, scaling=second.scaling, fan=top_k)
     through = wants.x or wants.w1 or wants.a1 or wants.b1 or wants.bias1
     wanted = (through, wants.w2 or wants.a2, wants.gates)
-    rooms = rooms_of_backward(grad, second.weight.mT, yb2.shape[1], order, wanted)
-    options = {"fan": top_k, "activation": layer.activation, "interleaved": layer.interleaved}
-    gated_backward(grad, second.weight.mT, yb2, second.a, wide, gates, order, rooms, **options)
+    rooms = rooms_of_backward(grad, layer, wanted)
+    gated_backward(grad, layer, yb2, wide, rooms)
     d_wide, h, dots = rooms
     del rooms
     yb1 = grad.new_empty((order.slots.shape[0], first.rank))
@@ -517,7 +490,7 @@ def _backward_beside(
     factors = _places(own, spread)
     yb1, yb2 = (grad.new_empty((total, one.rank)) for one in (first, second))
     wanted = (True, wants.a2, wants.gates)
-    rooms = rooms_of_backward(grad, second.weight.mT, yb2.shape[1], order, wanted)
+    rooms = rooms_of_backward(grad, layer, wanted)
     d_wide, h, dots = rooms
 
     def run(*sums: RowSum) -> None:
@@ -536,9 +509,7 @@ def _backward_beside(
                 early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)
         streams.here_waits()
         with streams.there():
-            glu = {"activation": layer.activation, "interleaved": layer.interleaved}
-            product = (grad, second.weight.mT, yb2, second.a)
-            gated_backward(*product, wide, gates, order, rooms, fan=top_k, early=early, **glu)
+            gated_backward(grad, layer, yb2, wide, rooms, early=early)
         if factors[0] is not own[0]:
             reorder(own[0], factors[0])
             streams.there_waits()
