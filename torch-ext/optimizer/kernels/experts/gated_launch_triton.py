@@ -410,11 +410,8 @@ def gated_experts_backward_triton(
         Gradients in the order of `Wants`, (0,) where one is not wanted.
     """
     first, second = layer.first, layer.second
-    if not sums_fit_beside(first, second, wants, layer.order, layer.x):
-        return _backward_in_turn(grad, layer, kept, wants)
-    dx, *lora, dgates = _backward_beside(grad, layer, kept, wants)
-    (dw1, dbias1), (dw2, dbias2) = (_base(one, False, False) for one in (first, second))
-    return dx, dw1, *lora[:2], dbias1, dw2, *lora[2:], dbias2, dgates
+    fits = sums_fit_beside(first, second, wants, layer.order, layer.x)
+    return (_backward_beside if fits else _backward_in_turn)(grad, layer, kept, wants)
 
 
 def _backward_in_turn(
@@ -480,8 +477,8 @@ def _backward_in_turn(
 
 def _backward_beside(
     grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Wants
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, a1, b1, a2, b2 and the gates, where `sums_fit_beside`."""
+) -> tuple[Tensor, ...]:
+    """LoRA's own launches beside the products, where `sums_fit_beside`."""
     x, first, second, order, gates = layer.x, layer.first, layer.second, layer.order, layer.gates
     wide, xa1, xa2 = kept
     total, top_k = order.slots.shape[0], order.top_k
@@ -532,7 +529,8 @@ def _backward_beside(
             gradient_of_inputs(d_wide, first, yb1, order, spread, dx, early=early)
         da1, sums = row_sum(first.a, wants.a1, yb1, x, top_k)
         run(*sums)
-    return dx, da1, db1, da2, db2, dgates
+    (dw1, dbias1), (dw2, dbias2) = (_base(one, False, False) for one in (first, second))
+    return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
 
 
 def _base(weights: ExpertWeights, wants_weight: bool, wants_bias: bool) -> tuple[Tensor, Tensor]:

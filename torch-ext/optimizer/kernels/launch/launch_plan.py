@@ -14,13 +14,13 @@ A function that computes anything by torch cannot be played, and runs as it stan
 
 `beside` gives a function two streams. Both begin after what was launched before, and what is
 launched afterwards waits for both; a CUDA graph captures it so. A first stream keeps its second
-one. torch hands streams out from a pool of 32 per device, so with many first streams two may share
-a second one: their launches there then follow one another, which takes time and changes nothing
-else. What both touch must be allocated before the second begins and let go after they have met: the
-allocator knows of a block the stream that asked for it alone.
+one, which is as urgent. torch hands streams out from a pool of 32 per device and priority, so with
+many first streams two may share a second one: their launches there then follow one another, which
+takes time and changes nothing else. What both touch must be allocated before the second begins and
+let go after they have met: the allocator knows of a block the stream that asked for it alone.
 
 path     | source                         | taken
-compiled | kernels-src/launch        | CUDA
+compiled | kernels-src/launch             | CUDA
 python   | the function that was recorded | what cannot be played, and away from CUDA
 """
 
