@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-# dots: dx and the gates' gradient; gated: dx, the gates' gradient and the activation's
-# product: a sum over an expert's rows; neighbours: such sums that share a tile
-DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product", "neighbours")
-
 # Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
 # capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
 SHARED_MEMORY = {"sm80": 166_912, "sm90": 232_448, "sm100": 232_448}
@@ -22,7 +18,11 @@ SMALLEST_SHARED_MEMORY = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a tile choice may depend on."""
+    """What a tile choice may depend on.
+
+    Directions: forward; dx; dots: dx and the gates' gradient; gated: these and the activation's;
+    low_rank; product: a sum over an expert's rows; neighbours: such sums that share a tile.
+    """
 
     arch: str
     rows: int  # rows per tile: stands for the mean rows per expert
@@ -96,13 +96,7 @@ def fits(tile: Tile, shape: Shape) -> bool:
 
 
 def choose(shape: Shape) -> Tile:
-    """The tile of a shape; the number of stages yields where shared memory is small.
-
-    Raises:
-        ValueError: an unknown direction.
-    """
-    if shape.direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {shape.direction!r}")
+    """The tile of a shape; the number of stages yields where shared memory is small."""
     tile = _general(shape)
     while not fits(tile, shape):
         if tile.stages > 1:
