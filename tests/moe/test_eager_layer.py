@@ -206,6 +206,31 @@ def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken) -> 
     assert not taken
 
 
+@pytest.mark.parametrize("place", ["factor", "bias"])
+def test_a_parameter_that_a_transform_left_behind_is_left_to_the_ops(
+    moe, device, taken, place
+) -> None:
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
+    experts, outputs, inputs = layer.gate_up_proj.shape
+    a, b = (torch.randn(experts, *s, device=device) for s in ((3, inputs), (outputs, 3)))
+    given, left = {"factor": a, "bias": torch.randn(experts, outputs, device=device)}, []
+    torch.func.grad(lambda t: (left.append(t), t.sum())[1])(given[place])
+
+    def call(**changed) -> torch.Tensor:
+        used = given | changed
+        lora = moe.ExpertsLora(moe.LoraFactors(used["factor"], b, 0.5), None)
+        options = {"lora": lora, "layout": layer.layout, "backend": "triton"}
+        weights = (layer.gate_up_proj, layer.down_proj)
+        return moe.experts_forward(
+            x.detach(), ids, gates.detach(), *weights, gate_up_bias=used["bias"], **options
+        ).detach()
+
+    expected = call()
+    assert taken.pop()
+    assert_same_bits(call(**{place: left[0]}), expected)
+    assert not taken
+
+
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
@@ -295,7 +320,7 @@ def prepared(submodule, monkeypatch):
 def test_all_that_a_forward_keeps_is_one_tensor(
     moe, plans, submodule, device, taken, by_ops, prepared, monkeypatch, problem, forgets
 ) -> None:
-    """How it lies is found again where that was forgotten before the backward."""
+    """How it lies is found again where that was forgotten before the backward, or is said."""
     monkeypatch.setattr(plans, "_refused", refused := set())
     real, place = plans.replayed, submodule("moe.eager_layer")
 
@@ -330,6 +355,12 @@ def test_all_that_a_forward_keeps_is_one_tensor(
         patch.undo()
     for name, value in expected.items():
         assert_same_bits(found[name], value)
+    if forgets:
+        monkeypatch.setattr(place, "prepare", lambda *_: None)
+        with pytest.raises(
+            RuntimeError, match=r"forgotten after 1024 others.*run the forward again"
+        ):
+            run()
 
 
 @pytest.mark.kernels_ci

@@ -82,6 +82,9 @@ def eager_layer(
     form = Form(*lies, (scaling1, scaling2), (kind1, kind2))
     if not _are_plain(x, *leaves1, *leaves2, *biases):
         return None
+    parameters = [one for one in (*leaves1, *leaves2, *biases) if one is not None]
+    if not all(map(torch._C._has_storage, parameters)):
+        return None
     frozen: tuple[Tensor | None, ...] = ()
     if _are_plain(*weights):
         launches, (w1, w2) = _dense(x, weights, form, backend), weights
@@ -298,12 +301,22 @@ def _kept_by(
     launches: LayerLaunches,
     form: Form,
 ) -> list[tuple]:
-    """Shape, strides and dtype of all that a forward over these leaves keeps."""
+    """Shape, strides and dtype of all that a forward over these leaves keeps.
+
+    Raises:
+        RuntimeError: they were forgotten since the forward, and cannot be found again.
+    """
     kind, gates = _kind_of(leaves, launches, form), leaves[-1]
     found = _kept.get(kind)
     if found is None:  # forgotten since
         ids = stand_in(gates.shape, (gates.shape[1], 1), torch.int64, gates.device)
-        _, *kept = prepare(_forward, (*leaves, ids, *frozen), (launches, form, True))
+        made = prepare(_forward, (*leaves, ids, *frozen), (launches, form, True))
+        if made is None:
+            raise RuntimeError(
+                f"how the forward keeps its tensors was forgotten after {_MOST_KEPT} others, and "
+                "its launches cannot be recorded any more; run the forward again"
+            )
+        _, *kept = made
         found = _described(kept)
     return found
 
