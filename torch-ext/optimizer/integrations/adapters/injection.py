@@ -73,7 +73,7 @@ def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> An
 
 def _check_options(config: Any, source: str) -> None:
     """Raise ValueError if PEFT would refuse a configuration on experts, or hold it for others."""
-    AdapterOptions(config.r, config.lora_alpha).check()
+    AdapterOptions(config.r, config.lora_alpha, config.use_rslora)  # raises
     default = type(config)()
     others = {
         field.name: value
@@ -341,17 +341,14 @@ def enable(model: nn.Module, enabled: bool) -> None:
             layer.enable_adapters(enabled)
 
 
-def check_separate(model: nn.Module, doing: str) -> None:
-    """Raise ValueError if an adapter is merged into the weights."""
-    merged = [name for name, layer in layers(model) if layer.merged_adapters]
-    if merged:
-        raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
+def merged_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers, by name, whose adapter is part of the weights now."""
+    return [(name, layer) for name, layer in layers(model) if layer.merged_adapters]
 
 
 @torch.no_grad()
 def merge(model: nn.Module, *, keep_on: torch.device | str | None) -> None:
     """Add the active adapter to the weights, by PEFT's arithmetic; see `merge_lora`."""
-    check_separate(model, "merge an adapter")
     work = []
     for name, layer in layers(model):
         factors = [
@@ -404,10 +401,7 @@ def _weight(name: str, layer: Any) -> Tensor:
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Put the weights back as they were before `merge`."""
-    merged = [(n, layer) for n, layer in layers(model) if layer.merged_adapters]
-    if not merged:
-        raise ValueError("nothing is merged; merge_lora(model) first")
-    for name, layer in merged:
+    for name, layer in merged_layers(model):
         layer.unmerge()
         kept = vars(layer).pop("weight_before_merge", None)
         if kept is not None:
@@ -417,7 +411,7 @@ def unmerge(model: nn.Module) -> None:
 def detach(model: nn.Module) -> nn.Module:
     """Take PEFT's layers out again; what is merged stays, whole modules that were trained too."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    merged = any(layer.merged_adapters for _, layer in layers(inner))
+    merged = merged_layers(inner)
     done: list[str] = []
     for name, layer in layers(inner):
         if name.startswith(tuple(f"{outer}." for outer in done)):
@@ -499,10 +493,9 @@ def _check_tensors(config: dict[str, Any], tensors: dict[str, Tensor], file: Any
     largest = max(max(t.shape, default=0) for key, t in tensors.items() if ".lora_" in key)
     ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
     alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
-    named = [AdapterOptions(r, 1.0) for r in ranks] + [AdapterOptions(1, a) for a in alphas]
     try:
-        for options in named:
-            options.check()
+        for r, alpha in [(r, 1.0) for r in ranks] + [(1, alpha) for alpha in alphas]:
+            AdapterOptions(r, alpha)
     except ValueError as error:
         raise ValueError(f"the configuration of {file}: {error}") from error
     if (r := max(ranks)) > largest:
