@@ -186,13 +186,6 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
     assert_read_everywhere(opt, model, tmp_path, "gpt_oss", device)
 
 
-def test_a_config_without_experts_gets_both_projections(opt, device) -> None:
-    config = peft.LoraConfig(target_modules=["q_proj"])
-    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), peft_config=config)
-    assert model.peft_config["default"].target_parameters == set(EXPERTS)
-    assert sum(".experts." in name for name in trained(model)) == 8
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_the_dtype_of_the_factors(opt, device, dtype) -> None:
     model = build("qwen3_moe", dtype=torch.bfloat16).to(device)
@@ -231,32 +224,42 @@ def test_switching_off_is_the_base_bit_for_bit(opt, device, parts) -> None:
     assert trained(model) == flags
 
 
-def test_several_adapters(opt, device) -> None:
+@PARTS_OF_A_MODEL
+def test_several_adapters(opt, device, parts) -> None:
     base = build("qwen3_moe").to(device)
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
-    model = attached(opt, base)
+    model = attached(opt, base, parts)
     flags, adapted = trained(model), logits(model)
-    opt.integrations.attach_lora(model, 2, 3, target_modules=["o_proj"], adapter_name="other")
-    assert_same_bits(logits(model), adapted)
+    whole = parts == "all"
+    second = {"target_modules": ["o_proj"]} if whole else {"target_parameters": ["down_proj"]}
+    opt.integrations.attach_lora(model, 2, 3, adapter_name="other", **second)
+    assert_same_bits(logits(model), adapted)  # the first one stays active, and trains
     assert trained(model) == flags
+    assert all(model.get_parameter(name).is_contiguous() for name in flags)
     opt.integrations.set_lora(model, "other")
     assert_same_bits(logits(model), expected)  # B is zero still
     assert trained(model) == flags
     opt.integrations.set_lora(model, "other", trainable=True)
-    assert len(trained(model)) == 12 and all(".other." in name for name in trained(model))
+    assert len(trained(model)) == (12 if whole else 4)
+    assert all(".other." in name for name in trained(model))
+    if whole:
+        with pytest.raises(ValueError, match="PEFT keeps one adapter active"):
+            opt.integrations.set_lora(model, None)
+        with pytest.raises(ValueError, match=r"all adapters .* on the same target_parameters"):
+            opt.integrations.attach_lora(
+                model, 2, 3, target_parameters=["experts.down_proj"], adapter_name="third"
+            )
+    else:
+        opt.integrations.set_lora(model, None)
+        assert_same_bits(logits(model), expected)
     opt.integrations.set_lora(model, "default")
     assert_same_bits(logits(model), adapted)
-    with pytest.raises(ValueError, match="PEFT keeps one adapter active"):
-        opt.integrations.set_lora(model, None)
-    with pytest.raises(ValueError, match=r"'third' is not attached; there are .*'other'"):
-        opt.integrations.set_lora(model, "third")
+    for name in ("third", ["default", "other"]):
+        with pytest.raises(ValueError, match=r"is not attached; there are .*'other'.* one can be"):
+            opt.integrations.set_lora(model, name)
     with pytest.raises(ValueError, match="'default' is attached already"):
         opt.integrations.attach_lora(model, 2, 3)
-    with pytest.raises(ValueError, match="all adapters of a model on the same target_parameters"):
-        opt.integrations.attach_lora(
-            model, 2, 3, target_parameters=["experts.down_proj"], adapter_name="third"
-        )
 
 
 @PARTS_OF_A_MODEL
@@ -637,6 +640,7 @@ def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, device, tmp_path)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     config.rank_pattern = {"(q_proj|v_proj)": 3}
     model = opt.integrations.attach_lora(build("qwen3_moe").to(device), peft_config=config)
+    assert model.peft_config["default"].target_parameters == set(EXPERTS)
     set_random_lora(model)
     opt.integrations.save_peft_adapter(model, tmp_path)
     base = build("qwen3_moe").to(device)

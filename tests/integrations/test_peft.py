@@ -412,20 +412,6 @@ def train(model: nn.Module, steps: int = 3) -> None:
         optimizer.step()
 
 
-def test_an_adapter_of_experts_alone_is_loaded_by_both(opt, device, tmp_path) -> None:
-    model, twin = quantized(opt, device)
-    ours = copy.deepcopy(model)
-    model = wrap(model)
-    opt.integrations.use_in_transformers(model)
-    train(model)
-    model.save_pretrained(tmp_path)
-    expected = logits(model)
-    opt.integrations.load_peft_adapter(ours, tmp_path)
-    assert_same_bits(logits(ours), expected)
-    loaded = peft.PeftModel.from_pretrained(twin, tmp_path)
-    assert_error_at_most(logits(loaded), expected, FP32)
-
-
 def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
     model, _ = quantized(opt, device)
     model = wrap(model)

@@ -165,10 +165,7 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
             f"{attached[0]} has LoRA that attach_lora put on the experts alone; detach_lora(model) "
             "first, then name everything that shall train in one call"
         )
-    wrapped = {
-        name: {plain(place) for place in places}
-        for name, places in peft.wrapped_parameters(model).items()
-    }
+    wrapped = peft.wrapped_parameters(model)
     taken = {part for name, _ in model.named_modules() for part in name.split(".")}
     if adapter in taken and adapter not in configs:
         raise ValueError(

@@ -21,7 +21,7 @@ from ...moe import ExpertsLora, LoraFactors
 from ...moe.lora import PeftFactors
 from ...moe.quantized.expert_weights import as_quantized
 from ..models.experts import ATTACHED, is_ours, projections, stacks
-from .adapter_config import ends
+from .adapter_config import ends, plain
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
 LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}  # what PEFT puts around modules
@@ -43,10 +43,8 @@ def chain(wrapper: nn.Module) -> Iterator[nn.Module]:
 
 def base_of(wrapper: nn.Module) -> nn.Module:
     """The module below all wrappers."""
-    module = wrapper
-    while is_wrapper(module):
-        module = module.base_layer
-    return module
+    *_, innermost = chain(wrapper)
+    return innermost.base_layer
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -120,7 +118,7 @@ def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
     for name, module in model.named_modules():
         if not is_wrapper(module):
             continue
-        place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        place = f"{plain(name)}.{module.parameter_name}"
         for adapter in module.lora_A:
             wrapped.setdefault(adapter, set()).add(place)
     return wrapped
@@ -129,7 +127,7 @@ def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
 def check_targets(model: nn.Module) -> None:
     """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
     wrapped = wrapped_parameters(model)
-    experts = {name.replace(".base_layer", "") for name, _, _ in stacks(model)}
+    experts = {plain(name) for name, _, _ in stacks(model)}
     configs = (item for one in config_dicts(model) for item in one.items())
     for adapter, config in configs:
         done = wrapped.get(adapter, set())

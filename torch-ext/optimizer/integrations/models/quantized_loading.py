@@ -31,7 +31,7 @@ from .experts import (
     why_no_experts,
 )
 from .hf_quantizer import attach_described, is_described
-from .prequantized_checkpoints import PACKINGS, PackedFiles, Packing
+from .prequantized_checkpoints import PACKINGS, PackedFiles
 from .safetensors_reader import TRUE, ModelFiles
 from .transformers import use_in_transformers
 
@@ -165,7 +165,7 @@ def load_quantized(
         if any(name.endswith("._extra_state") for name in files.names()):
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
-            matrices = PackedFiles(files, _packing(model, source), dtype, device)
+            matrices = _matrices(files, model, device, dtype)
             loaded = _read(matrices, model, device, dtype, wanted, strategy)
     _tie(model, files, loaded)
     _load_generation_config(files, model)
@@ -223,22 +223,24 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
 
 
-def _packing(model: nn.Module, source: str | Path) -> Packing | None:
-    """How somebody else has quantised the files; the model, which will not be that, forgets it."""
+def _matrices(
+    files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
+) -> PackedFiles:
+    """What somebody else may have quantised; the model, which will not be that, forgets it."""
     other = getattr(model.config, "quantization_config", None)
     if other is None or is_described(model.config):
-        return None
+        return PackedFiles(files, dtype, device)
     other = other if isinstance(other, dict) else other.to_dict()
     try:
-        packing = PACKINGS[other["quant_method"]](other)
+        matrices = PACKINGS[other["quant_method"]](files, dtype, device, other)
     except (KeyError, TypeError, ValueError) as error:
         why = "" if isinstance(error, KeyError) else f": {error}"
         known = f"only {', '.join(PACKINGS)} are read"
         raise ValueError(
-            f"{source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
+            f"{files.source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
         ) from error
     del model.config.quantization_config
-    return packing
+    return matrices
 
 
 def _read(
@@ -270,7 +272,7 @@ def _read(
                 stack = _take_packed(files, model, source, shape, turned, wanted, options)
                 put(experts, target, stack)
             elif alone:
-                read = _experts(files, model, source, shape)
+                read = _experts(files.files, model, source, shape)
                 pack(experts, target, read, shape, **wanted, **options)
             if any(packed) or alone:
                 dense.loaded.add(source.name)
@@ -356,7 +358,7 @@ def _packed_experts(
 
 
 def _experts(
-    files: PackedFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
+    files: ModelFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
 ) -> Iterator[Tensor]:
     """The experts of a stack, one (N, K) at a time."""
     for expert in range(shape[0]):
