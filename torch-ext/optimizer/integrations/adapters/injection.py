@@ -326,11 +326,6 @@ def set_adapter(model: nn.Module, adapter: str) -> None:
             switch(model, adapter)
 
 
-def is_enabled(model: nn.Module) -> bool:
-    """Whether PEFT's adapters are on."""
-    return any(not layer.disable_adapters for _, layer in layers(model))
-
-
 def enable(model: nn.Module, enabled: bool) -> None:
     """Switch all adapters on or off; what trains is left as it is."""
     with _flags_kept(model):

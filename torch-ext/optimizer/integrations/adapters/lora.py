@@ -345,8 +345,8 @@ def _enable(model: nn.Module, enabled: bool) -> None:
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the with block, as for the reference model of DPO or GRPO."""
-    ours = [entry.enabled for _, entry in _projections(model)]
-    before = any(ours) or injection.is_enabled(model)
+    before = any(entry.enabled for _, entry in _projections(model))
+    before |= any(not layer.disable_adapters for _, layer in injection.layers(model))
     disable_lora(model)
     try:
         yield

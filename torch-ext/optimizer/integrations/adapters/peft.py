@@ -155,7 +155,6 @@ def bypass(wrapper: nn.Module) -> None:
     Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
     merged, or finds no tensor after it has merged others.
     """
-    check_bypass(wrapper)
     setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
     experts = base_of(wrapper)
     for entry in chain(wrapper):

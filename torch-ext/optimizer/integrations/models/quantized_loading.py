@@ -50,20 +50,9 @@ def placement(
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """The one device that a rank's model goes to, and a log line that says why.
+    """The one device of `load_quantized`'s `device_map`, and a log line that says why.
 
-    Quantised experts live whole on one device. transformers' "auto" would size the layers by their
-    16 bits and move some of them to the CPU, so it means the local rank's GPU here.
-
-    Args:
-        device_map: "auto" or None for that GPU; a device; or {"": device}.
-        environ: variables of the launcher.
-
-    Returns:
-        The device. Under FSDP and ZeRO-3 "auto" is the CPU: there the wrapper moves the shards.
-
-    Raises:
-        ValueError: a map over several devices.
+    transformers' "auto" would size the layers by their 16 bits and move some of them to the CPU.
     """
     if isinstance(device_map, Mapping):
         devices = set(map(str, device_map.values()))
@@ -119,7 +108,9 @@ def load_quantized(
         source: a folder with safetensors, or a Hub id.
         revision: of a Hub id; name a commit to load the same files always.
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
-        device_map: see `placement`.
+        device_map: a device, or {"": device}, of all of the model, as quantised experts live whole
+            on one. "auto" or None is the local rank's GPU, where there is one; under FSDP and
+            ZeRO-3 it is the CPU, from which the wrapper moves the shards.
         dtype: of everything but the experts, and but for what the model keeps in float32; a dtype
             or its name, "auto" for the checkpoint's own.
         quant_type: "nf4", "fp4", "mxfp4" or "fp8"; None for that of the files, "nf4" where they are
@@ -141,9 +132,11 @@ def load_quantized(
         FileNotFoundError: there is no such checkpoint, or none in safetensors.
         TypeError: an unknown keyword, or a model_class that is none.
         ValueError: names or shapes of the files and of the model differ; the model has no experts;
-            the files are quantised in another way, or in another than was asked for; or what
-            `placement` refuses.
+            the files are quantised in another way, or in another than was asked for; or device_map
+            names several devices, or none.
     """
+    from transformers import AutoConfig
+
     for name in unknown:
         remedy = OTHER_NAMES.get(name, "what configures the model goes into config=")
         raise TypeError(f"load_quantized() got an unexpected keyword argument {name!r}; {remedy}")
@@ -154,7 +147,8 @@ def load_quantized(
     wanted = {name: value for name, value in wanted.items() if value is not None}
     format_of(**wanted)  # raises before a file is read
     with ModelFiles(source, revision=revision, local_files_only=local_files_only) as files:
-        config = _config(files) if config is None else config
+        if config is None:
+            config = AutoConfig.from_pretrained(files.path("config.json").parent)
         dtype = _dtype(dtype, config)
         model = _skeleton(config, model_class, dtype)
         found = dict(experts_modules(model))
@@ -181,13 +175,6 @@ class _ParametersOnMeta(TorchFunctionMode):
         if func is torch.empty:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
-
-
-def _config(files: ModelFiles) -> Any:
-    """The checkpoint's own configuration."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(files.path("config.json").parent)
 
 
 def _dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
