@@ -118,18 +118,8 @@ def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Pat
         assert all(p.requires_grad == flags.get(id(p), False) for p in result.parameters())
         opt.integrations.save_peft_adapter(result, tmp_path / "again")
         assert_same_tensors(load_file(tmp_path / "again" / "adapter_model.safetensors"), ours)
-
-
-def test_a_loaded_adapter_trains_on(opt, device, tmp_path) -> None:
-    model = attached(opt, build("qwen3_moe").to(device))
-    opt.integrations.save_peft_adapter(model, tmp_path)
-    again = opt.integrations.load_peft_adapter(
-        build("qwen3_moe").to(device), tmp_path, trainable=True
-    )
-    assert trained(again) == trained(model)
-    for one in (model, again):
-        train(one)
-    assert_same_bits(logits(again.eval()), logits(model.eval()))
+        opt.integrations.set_lora(result, "b", trainable=True)
+        assert {name.replace(".b.", ".default.") for name in trained(result)} == trained(model)
 
 
 def test_files_of_old_versions_of_peft_are_converted(opt, device, tmp_path) -> None:
@@ -471,8 +461,7 @@ def test_peft_does_not_warn_of_patterns_that_nobody_wrote(opt, device) -> None:
         opt.integrations.attach_lora(build("qwen3_moe").to(device), target_modules="all-linear")
 
 
-def test_a_file_cannot_keep_peft_matching_for_hours(opt, device, tmp_path, monkeypatch) -> None:
-    """Nor make it ask the Hub for the base model that the file names."""
+def test_the_hub_is_not_asked_for_the_base_model(opt, device, tmp_path, monkeypatch) -> None:
     model = attached(opt, build("qwen3_moe").to(device))
     opt.integrations.save_peft_adapter(model, tmp_path)
     edit(tmp_path, base_model_name_or_path="somebody/other")
@@ -481,9 +470,6 @@ def test_a_file_cannot_keep_peft_matching_for_hours(opt, device, tmp_path, monke
     opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="other")
     opt.integrations.save_peft_adapter(model, tmp_path / "again")
     asked.assert_not_called()
-    edit(tmp_path, rank_pattern={".*.*.*x": 3})
-    with pytest.raises(ValueError, match=r"rank_pattern.* has more than 2 repeats"):
-        opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="third")
 
 
 def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) -> None:
