@@ -1,7 +1,6 @@
 """load_quantized and save_pretrained of experts in few bits: who reads what."""
 
 import copy
-import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -201,52 +200,39 @@ def test_files_that_are_no_safetensors(opt, saved, tmp_path):
 def test_names_and_shapes_that_do_not_fit_are_named(load, saved, tmp_path):
     source = saved("qwen3_moe")
     tensors = load_file(source / "model.safetensors")
-
-    def changed(**changes):
-        (tmp_path / "config.json").write_text((source / "config.json").read_text())
-        kept = {k: v for k, v in {**tensors, **changes}.items() if v is not None}
-        save_file(kept, tmp_path / "model.safetensors")
-        return tmp_path
-
     norm = "model.norm.weight"
     gone = {k: None for k in tensors if ".experts." in k and "down_proj" in k}
     experts = "model.layers.0.mlp.experts"
-    for changes, words in (
-        ({norm: None}, f"lacks 1 tensors of Qwen3MoeForCausalLM: {norm}"),
-        ({"model.extra": torch.zeros(2)}, "has model.extra, which Qwen3MoeForCausalLM has not"),
-        ({norm: torch.zeros(3)}, r"model.norm.weight is \(3,\)"),
-        (gone, rf"lacks 2 tensors .*{experts}\.down_proj"),
-        ({f"{experts}.3.down_proj.weight": None}, rf"cannot make {experts}\.down_proj|is \("),
-        ({"norm.weight": tensors[norm].clone()}, f"have {norm} twice"),
+    for number, (changes, words) in enumerate(
+        (
+            ({norm: None}, f"lacks 1 tensors of Qwen3MoeForCausalLM: {norm}"),
+            ({"model.extra": torch.zeros(2)}, "has model.extra, which Qwen3MoeForCausalLM has not"),
+            ({norm: torch.zeros(3)}, r"model.norm.weight is \(3,\)"),
+            (gone, rf"lacks 2 tensors .*{experts}\.down_proj"),
+            ({f"{experts}.3.down_proj.weight": None}, rf"cannot make {experts}\.down_proj|is \("),
+            ({"norm.weight": tensors[norm].clone()}, f"have {norm} twice"),
+        )
     ):
+        kept = {key: value for key, value in (tensors | changes).items() if value is not None}
+        folder = rewritten(source, tmp_path / str(number), lambda _, kept=kept: kept)
         with pytest.raises(ValueError, match=words):
-            load(changed(**changes))
+            load(folder)
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors;"):
-        load(tmp_path.parent)
+        load(tmp_path)
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         load(source, revision="main")
 
 
 def test_sharded_hub_id_with_its_index_pinned_and_offline(load, saved, tmp_path, monkeypatch):
-    """Two files and an index in the layout of the Hub's cache, found without a network."""
+    """Files and an index in the layout of the Hub's cache, found without a network."""
     commit = "0123456789abcdef0123456789abcdef01234567"
-    source = saved("qwen3_moe")
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    tensors = load_file(source / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2])):
-        file = f"model-{number + 1:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, snapshot / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    (snapshot / "config.json").write_text((source / "config.json").read_text())
+    build("qwen3_moe").save_pretrained(snapshot, max_shard_size="30KB")
+    assert (snapshot / "model.safetensors.index.json").is_file()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loaded = load("org/tiny", revision=commit)
-    assert_same_tensors(loaded.state_dict(), load(source).state_dict())
+    assert_same_tensors(loaded.state_dict(), load(saved("qwen3_moe")).state_dict())
 
 
 def test_what_is_around_a_text_model(load, saved):
