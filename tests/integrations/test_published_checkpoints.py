@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
@@ -62,8 +62,6 @@ def load(opt):
 
 def with_decoded(folder, loaded, read, tmp_path):
     """transformers' own model, in float32, over what the files decode to."""
-    from transformers import AutoModelForCausalLM
-
     files = load_file(folder / "model.safetensors")
     tensors = {
         name: read(files, name.removesuffix("_blocks"))
@@ -129,8 +127,6 @@ def test_bitsandbytes_under_another_storage_dtype(load, tmp_path):
 
 def test_bitsandbytes_of_transformers_5(load, tmp_path):
     """It quantises every Linear and leaves experts, which are none, in 16 bits."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     tiny("qwen3_moe").save_pretrained(tmp_path / "dense")
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True

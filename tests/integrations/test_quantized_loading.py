@@ -9,7 +9,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -66,8 +70,6 @@ def test_logits_are_those_of_from_pretrained_with_rounded_experts(load, saved, t
 
     Heads for multi-token prediction are left out, and so is what is around a text model.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = saved(name)
     if name in EXTRA:
         extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
@@ -236,10 +238,7 @@ def test_sharded_hub_id_with_its_index_pinned_and_offline(load, saved, tmp_path,
 
 
 def test_what_is_around_a_text_model(load, saved):
-    import transformers
-
-    whole = transformers.Qwen3_5MoeForConditionalGeneration
-    found = load(saved("qwen3_5_moe_vlm"), model_class=whole)
+    found = load(saved("qwen3_5_moe_vlm"), model_class=Qwen3_5MoeForConditionalGeneration)
     expected = build("qwen3_5_moe_vlm").model.visual.state_dict()
     assert_same_tensors(found.model.visual.state_dict(), expected)
 
