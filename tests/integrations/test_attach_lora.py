@@ -155,7 +155,7 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
         use_rslora=rslora,
         target_modules="all-linear",
         target_parameters=["experts.down_proj"],
-        modules_to_save=["lm_head"],
+        modules_to_save=["lm_head", "router"],
         rank_pattern={"down_proj": 2, "q_proj": 5},
         alpha_pattern={"down_proj": 11},
         exclude_modules=["o_proj"],
@@ -172,6 +172,7 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
     names = trained(model)
     assert names == trained(reference)
     assert any("k_proj.lora_A" in name for name in names)
+    assert sum("router.modules_to_save" in name for name in names) == 4
     assert not any("o_proj" in name or "experts.base_layer.lora" in name for name in names)
     assert_read_everywhere(opt, model, tmp_path, "gpt_oss", device)
 
@@ -612,14 +613,6 @@ def test_4_bit_stacks_are_no_modules_of_peft(
     opt.integrations.quantize_experts(again)
     opt.integrations.load_peft_adapter(again, tmp_path)
     assert_same_bits(logits(again), expected)
-
-
-def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
-    model = build("qwen3_moe").to(device)
-    model = opt.integrations.attach_lora(model, 3, 7, modules_to_save=["mlp.gate"])
-    assert sum("mlp.gate.modules_to_save" in name for name in trained(model)) == 2
-    train(model)
-    assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
 
 
 def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, device, tmp_path) -> None:

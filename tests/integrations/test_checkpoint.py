@@ -53,6 +53,10 @@ def test_a_resumed_run_continues_bit_for_bit(opt, device, make, dtype, tmp_path)
     train(optimizer, params, 3)
     opt.save_optimizer(optimizer, tmp_path)
     assert contents(tmp_path).keys() == FILES
+    readable = json.loads((tmp_path / "optimizer.json").read_text())
+    assert readable["class"] == type(optimizer).__name__
+    assert readable["groups"][0]["names"] == optimizer.parameter_names(0)
+    assert readable["groups"][0]["options"]["momentum"] == 0.95
     resumed_params = copies(params)
     resumed = make(opt, resumed_params, lr=0.5, weight_decay=0.0)
     opt.load_optimizer(resumed, tmp_path)
@@ -290,15 +294,6 @@ def test_a_process_that_is_killed_or_ends_leaves_one_whole_checkpoint(
     assert saved_in(opt, tmp_path) == found
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
     assert contents(tmp_path).keys() == FILES
-
-
-def test_the_readable_copy(opt, device, tmp_path) -> None:
-    params = parameters(SHAPES, device=device)
-    opt.save_optimizer(muon(opt, params), tmp_path)
-    text = json.loads((tmp_path / "optimizer.json").read_text())
-    assert text["class"] == "Muon"
-    assert text["groups"][0]["names"] == NAMES[:4]
-    assert text["groups"][0]["options"]["momentum"] == 0.95
 
 
 GONE = object()

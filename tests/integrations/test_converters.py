@@ -20,11 +20,12 @@ from ..optimizers._steps import (
     NANOCHAT,
     PlainMuon,
     TinyTransformer,
-    language_loss,
     new_gradients,
     parameters,
     train,
 )
+from ..optimizers.test_offload import assert_same_values
+from .test_checkpoint import options_of
 
 MATRICES = [(12, 6), (12, 6), (6, 12), (12, 6)]
 OTHERS = [(9, 3), (5,)]
@@ -390,26 +391,6 @@ def build(opt, name, device, *, offload: bool, lr: float):
     return model, optimizer
 
 
-def train_model(model, optimizer, steps, seed) -> None:
-    for step in range(steps):
-        language_loss(model, seed + step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same(one, other) -> None:
-    pairs = zip(one.param_groups, other.param_groups, strict=True)
-    for mine, theirs in pairs:
-        assert {k: v for k, v in mine.items() if k != "params"} == {
-            k: v for k, v in theirs.items() if k != "params"
-        }
-        for p, q in zip(mine["params"], theirs["params"], strict=True):
-            assert_same_bits(p.detach(), q.detach())
-            assert one.state[p].keys() == other.state[q].keys()
-            for key, value in one.state[p].items():
-                assert_same_bits(value.cpu(), other.state[q][key].cpu())
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "flat", "offload"),
@@ -424,7 +405,7 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
     """Also flattened to one entry per parameter; float32 state of bfloat16 parameters."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = build(opt, name, device, offload=offload, lr=0.05)
-    train_model(model, optimizer, 3, seed=0)
+    train(optimizer, [*model.parameters()], 3)
     weights, state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     twin, other = build(opt, name, device, offload=not offload, lr=0.9)
@@ -439,10 +420,11 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
         options=options,
     )
     assert other.offloaded != offload
-    assert_same(optimizer, other)
-    train_model(model, optimizer, 3, seed=50)
-    train_model(twin, other, 3, seed=50)
-    assert_same(optimizer, other)
+    assert options_of(other) == options_of(optimizer)
+    assert_same_values(other, optimizer)
+    train(optimizer, [*model.parameters()], 3, seed=50)
+    train(other, [*twin.parameters()], 3, seed=50)
+    assert_same_values(other, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
