@@ -161,19 +161,6 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def file_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, by its name in a file of `save_pretrained`, adapters included."""
-    packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
-    seen: set[tuple] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if not (tensor.numel() and place in seen):
-            seen.add(place)
-            tensors[packed.get(name, name)] = tensor.detach().contiguous()
-    return tensors
-
-
 def __getattr__(name: str) -> Any:
     """The classes by name, which pickle asks for."""
     for made in register() if name.startswith("Experts") else ():
@@ -230,7 +217,9 @@ def register() -> tuple[type, type]:
             experts = {name: e._modules[target].options() for name, e, target in stacks(model)}
             self.quantization_config = ExpertsConfig(experts, _adapters(model))
             model.config.quantization_config = self.quantization_config
-            return file_tensors(model), {}
+            packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
+            state = model.state_dict()
+            return {packed.get(n, n): tensor.contiguous() for n, tensor in state.items()}, {}
 
         def validate_environment(self, device_map: Any = None, **_: Any) -> None:
             devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
