@@ -114,14 +114,14 @@ def load_converted(opt, optimizer, saved, source: str, **options) -> None:
     optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source=source, **options))
 
 
-def assert_goes_on(optimizer, ours, other, theirs, budget=BUDGET) -> None:
+def assert_goes_on(optimizer, ours, other, theirs) -> None:
     """Five more steps of both; what they change agrees."""
     take_over(ours, theirs)
     start = [p.detach().clone() for p in ours]
     train(optimizer, ours, 5, seed=50)
     train(other, theirs, 5, seed=50)
     for mine, reference, old in zip(ours, theirs, start, strict=True):
-        assert_error_at_most(mine.detach() - old, reference.detach() - old, budget)
+        assert_error_at_most(mine.detach() - old, reference.detach() - old, BUDGET)
 
 
 def motif_groups(params, **options):

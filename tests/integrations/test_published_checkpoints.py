@@ -475,7 +475,7 @@ def exact(load_files, tmp_path):
     return model.to(loaded.device, torch.float64).eval()
 
 
-def steps_in_other_orders(model, count: int):
+def steps_in_other_orders(model):
     """Steps whose layers add up their products in an order drawn for each call."""
     linear, generator = torch.nn.functional.linear, torch.Generator().manual_seed(0)
 
@@ -484,7 +484,7 @@ def steps_in_other_orders(model, count: int):
         return linear(x[..., order], weight[:, order], bias)
 
     with mock.patch.object(torch.nn.functional, "linear", permuted):
-        return [step(model) for _ in range(count)]
+        return [step(model) for _ in range(8)]
 
 
 def test_gradients_against_float64(opt, load_files, exact, files) -> None:
@@ -508,7 +508,7 @@ def test_gradients_against_float64(opt, load_files, exact, files) -> None:
     assert len(wrappers_of(model)) == 4
     opt.integrations.use_in_transformers(model)
     (found, gradients), (expected, wanted) = map(step, (model, exact))
-    usual = steps_in_other_orders(plain, 8)
+    usual = steps_in_other_orders(plain)
 
     def budget(errors) -> float:
         return 5 * (sum(error**2 for error in errors) / len(usual)) ** 0.5
