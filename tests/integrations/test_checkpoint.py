@@ -165,24 +165,33 @@ def test_what_cannot_be_saved_is_named_by_the_call(opt, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", ["open", "fsync", "replace"])
-def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tmp_path) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    train(optimizer, params, 1)
-    opt.save_optimizer(optimizer, tmp_path)
-    before = contents(tmp_path)
-    reference = muon(opt, copies(params))
-    opt.load_optimizer(reference, tmp_path)
-    train(optimizer, params, 1)
+@pytest.mark.parametrize("name", ["save_optimizer", "save_optimizer_async"])
+@pytest.mark.parametrize("step", ["open", "write", "fsync", "replace"])
+def test_a_failed_save_keeps_the_previous_one(opt, name, step, monkeypatch, tmp_path) -> None:
+    """And nothing else; a full disk is an OSError."""
+    params = parameters([(64, 64)])
+    optimizer = opt.Muon(params)
 
-    monkeypatch.setattr(os, step, disk_full)
-    with pytest.raises(OSError, match="disk full"):
-        opt.save_optimizer(optimizer, tmp_path)
-    monkeypatch.undo()
+    def save() -> None:
+        pending = getattr(opt, name)(optimizer, tmp_path)
+        if pending is not None:
+            pending.wait()
+
+    save()
+    before = contents(tmp_path)
+    train(optimizer, params, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        if step == "write":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        else:
+            patch.setattr(os, step, disk_full)
+        try:
+            with pytest.raises(OSError, match=r"disk full|File too large"):
+                save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path) == before
-    opt.load_optimizer(optimizer, tmp_path)
-    assert_same_state(optimizer, reference)
 
 
 @pytest.mark.sees_defect(
@@ -430,31 +439,6 @@ def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
         read(path)
     path.write_bytes(written)
     opt.load_optimizer(optimizer, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["save_optimizer", "save_optimizer_async"])
-def test_a_full_disk_is_an_os_error(opt, name, tmp_path) -> None:
-    """The previous checkpoint stays, and nothing else."""
-    params = parameters([(64, 64)])
-    optimizer = opt.Muon(params)
-
-    def save() -> None:
-        pending = getattr(opt, name)(optimizer, tmp_path)
-        if pending is not None:
-            pending.wait()
-
-    save()
-    before = contents(tmp_path)
-    train(optimizer, params, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-    try:
-        with pytest.raises(OSError) as caught:
-            save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
-    assert contents(tmp_path) == before
 
 
 def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
