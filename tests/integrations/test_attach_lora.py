@@ -485,6 +485,7 @@ def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) 
             model, 2, 4, target_modules=["q_proj", "input_layernorm"], adapter_name="other"
         ),
         lambda: opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="other"),
+        lambda: opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="a.b"),
     ):
         with pytest.raises(ValueError):
             call()

@@ -308,6 +308,7 @@ def test_hub_id_with_a_pinned_revision_offline(
         model = build("qwen3_moe_square").to(device)
         opt.integrations.load_peft_adapter(model, "org/adapter", **options)
         assert_same_bits(logits(model), logits(expected))
+    model = build("qwen3_moe_square").to(device)
     with pytest.raises(ValueError, match=r"'org/adapter' is no folder.*revision="):
         opt.integrations.load_peft_adapter(model, "org/adapter")
     for source in ("/no/such/folder", "./no_such"):

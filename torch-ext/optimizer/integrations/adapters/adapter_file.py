@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...moe.quantized.expert_weights import check_module
 from ..checkpoints.tensor_file import read_tensors, replacing, write_tensors
 from ..models.experts import operand_shape, parameter_names
 from ..models.safetensors_reader import hub_file
@@ -39,7 +38,7 @@ from .lora import (
     active_adapter,
     add_adapter,
     attached_modules,
-    check_attachable,
+    check_addable,
     known_adapters,
     set_lora,
 )
@@ -145,8 +144,7 @@ def load_peft_adapter(
             support; the message names them. The model is unchanged.
         ImportError: safetensors, transformers or, for an id, huggingface_hub is not installed.
     """
-    check_module(model)
-    check_attachable(model)
+    check_addable(model, adapter_name)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)
     tensors, _ = read_tensors(tensors_file)

@@ -140,7 +140,8 @@ def attach_lora(
         "modules_to_save": modules_to_save,
     }
     _check_options(options, peft_config)
-    check_addable(model, adapter_name, dtype)
+    check_factor_dtype(dtype)
+    check_addable(model, adapter_name)
     if (
         peft_config is not None
         or target_modules
@@ -206,7 +207,7 @@ def add_adapter(
     `wanted` is by name of the experts module and of its parameter.
     """
     found = dict(experts_modules(model))
-    check_addable(model, adapter, dtype)
+    check_addable(model, adapter)
     if not any(wanted.values()):
         raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
     for name, targets in wanted.items():
@@ -228,31 +229,6 @@ def add_adapter(
                 device = expert_weight(experts, target).device
                 experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
         set_lora(model, active or adapter)
-
-
-def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if LoRA on a model's experts would not fit its shards."""
-    held = fully_sharded(model)
-    if held is not None:
-        raise ValueError(
-            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
-            "then call fully_shard"
-        )
-    for name, experts in experts_modules(model):
-        if getattr(experts, "_is_expert_parallel", False):
-            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
-        if hasattr(experts, "_hf_hook") and any(p.is_meta for p in experts.parameters()):
-            raise ValueError(
-                f"{name} is kept off the device by its device_map, and LoRA would be too; load the "
-                "model where it fits, or its experts in 4 bits with load_quantized"
-            )
-        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
-        if split or getattr(experts, "_hf_tp_plan", None) is not None:
-            raise ValueError(
-                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
-                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
-                "shard the model with fully_shard after attach_lora"
-            )
 
 
 def train_adapter(model: nn.Module, adapter: str) -> None:
@@ -485,15 +461,36 @@ def _refuse_merged(model: nn.Module, doing: str) -> None:
         raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
 
 
-def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
-    """Raise ValueError if a model can take no further adapter, or none of this name and dtype."""
-    check_factor_dtype(dtype)
-    if next(experts_modules(model), None) is None:
+def check_addable(model: nn.Module, adapter: str) -> None:
+    """Raise ValueError if a model can take no further adapter on its experts, or none so named."""
+    found = list(experts_modules(model))
+    if not found:
         raise ValueError(
             f"nothing to put LoRA on: {why_no_experts(model)}; PEFT's get_peft_model puts LoRA on "
             "other modules"
         )
-    check_attachable(model)
+    held = fully_sharded(model)
+    if held is not None:
+        raise ValueError(
+            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
+            "then call fully_shard"
+        )
+    for name, experts in found:
+        check_supported(experts, name)
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        if hasattr(experts, "_hf_hook") and any(p.is_meta for p in experts.parameters()):
+            raise ValueError(
+                f"{name} is kept off the device by its device_map, and LoRA would be too; load the "
+                "model where it fits, or its experts in 4 bits with load_quantized"
+            )
+        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
+        if split or getattr(experts, "_hf_tp_plan", None) is not None:
+            raise ValueError(
+                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
+                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
+                "shard the model with fully_shard after attach_lora"
+            )
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
@@ -503,8 +500,6 @@ def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
     if any(adapter in entry.adapters for _, entry in _projections(model)):
         raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
     _refuse_merged(model, "add an adapter")
-    for name, experts in experts_modules(model):
-        check_supported(experts, name)
 
 
 def _refuse_other_implementations(experts: nn.Module, _: tuple) -> None:
