@@ -353,21 +353,15 @@ def from_pretrained(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
-def test_in_several_files(opt, quantized, tmp_path) -> None:
-    quantized.save_pretrained(tmp_path, max_shard_size="5KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert_same_bits(
-        logits(opt.integrations.load_quantized(tmp_path, **OPTIONS)), logits(quantized)
-    )
-    assert_same_bits(logits(from_pretrained(tmp_path)), logits(quantized))
-
-
 def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     """Packed experts never; with adapters these alone, as attach_lora left it."""
-    quantized.save_pretrained(tmp_path / "base")
-    loaded = from_pretrained(tmp_path / "base")
-    assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".experts." not in n}
-    validate_quantization_for_training(loaded)
+    load = opt.integrations.load_quantized
+    quantized.save_pretrained(tmp_path / "base", max_shard_size="5KB")
+    assert len(list((tmp_path / "base").glob("model-*.safetensors"))) > 1
+    for loaded in (load(tmp_path / "base", **OPTIONS), from_pretrained(tmp_path / "base")):
+        assert_same_bits(logits(loaded), logits(quantized))
+        assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".experts." not in n}
+        validate_quantization_for_training(loaded)
     opt.integrations.attach_lora(
         quantized, r=2, lora_alpha=4, target_parameters=("down_proj",), use_rslora=True
     )
@@ -375,7 +369,6 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     opt.integrations.set_lora(quantized, "second")
     set_random_lora(quantized)
     quantized.save_pretrained(tmp_path / "adapted")
-    load = opt.integrations.load_quantized
     for loaded in (load(tmp_path / "adapted", **OPTIONS), from_pretrained(tmp_path / "adapted")):
         assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".second." in n}
         assert_same_bits(logits(loaded), logits(quantized))
