@@ -52,10 +52,10 @@ def mark(model: nn.Module) -> None:
         first = id(inner.config) not in described  # which a whole model and its parts share
         described.add(id(inner.config))
         if _is_packed(inner) or (lora is not None and other is not None):
-            inner.hf_quantizer = quantizer(config({}), other=other)
+            inner.hf_quantizer = quantizer(config(experts={}), other=other)
         elif other is None and first:
             if lora is not None:
-                inner.config.quantization_config = config({}, lora)
+                inner.config.quantization_config = config(experts={}, lora=lora)
             elif is_described(inner.config):
                 del inner.config.quantization_config
 
@@ -177,16 +177,13 @@ def register() -> tuple[type, type]:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
+    @dataclasses.dataclass(kw_only=True, repr=False)
     class ExpertsConfig(QuantizationConfigMixin):
         """config.json's `quantization_config`: every stack's format, and the adapters on them."""
 
-        def __init__(
-            self,
-            experts: dict[str, Any],
-            lora: dict[str, Any] | None = None,
-            quant_method: str = METHOD,
-        ) -> None:
-            self.quant_method, self.experts, self.lora = quant_method, experts, lora
+        experts: dict[str, Any]
+        lora: dict[str, Any] | None = None
+        quant_method: str = METHOD
 
     class ExpertsQuantizer(HfQuantizer):
         """4-bit experts in a model; `other` is the quantizer of everything else, or None."""
@@ -215,7 +212,7 @@ def register() -> tuple[type, type]:
             check_model(model)
             model._weight_conversions = []  # the file has the model's own names
             experts = {name: e._modules[target].options() for name, e, target in stacks(model)}
-            self.quantization_config = ExpertsConfig(experts, _adapters(model))
+            self.quantization_config = ExpertsConfig(experts=experts, lora=_adapters(model))
             model.config.quantization_config = self.quantization_config
             packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
             state = model.state_dict()
