@@ -132,7 +132,7 @@ def check_targets(model: nn.Module) -> None:
     for adapter, config in configs:
         done = wrapped.get(adapter, set())
         for target in sorted(getattr(config, "target_parameters", None) or ()):
-            named = {place for place in experts | done if ends(place, target)}
+            named = {place for place in experts | done if ends(place, plain(target))}
             missed = sorted(named - done)
             if missed or (not named and "experts" in target.split(".")):
                 raise ValueError(
