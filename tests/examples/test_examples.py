@@ -333,11 +333,6 @@ def test_steps_to_counts_from_the_first_evaluation_at_the_loss(demo) -> None:
 TINY = ("--layers", "1", "--channels", "16", "--heads", "2", "--batch", "2", "--context", "16")
 
 
-def run_tiny(script: str, *options: object) -> str:
-    words = (f"examples/{script}", *TINY, "--device", "cpu", *options)
-    return run(*words, OMP_NUM_THREADS="1")[0]
-
-
 def loss(output: str) -> float:
     return float(re.search(r"held-out loss after \d+ steps: ([\d.]+) nats/byte", output)[1])
 
@@ -347,19 +342,19 @@ def test_train_nanochat_groups(corpus, forks, tmp_path) -> None:
     """It learns, and a resumed run, also with its state in host memory, ends at the same loss."""
     common = ("--corpus", corpus, "--steps", 60, "--out-dir", tmp_path)
 
-    def again(*options: object) -> str:
+    def started(*options: object) -> str:
         words = ("examples/train_nanochat_groups.py", *TINY, "--device", "cpu", *options)
         done = forks.run(*words, folder=ROOT, environment=environment(OMP_NUM_THREADS="1"))
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    whole = run_tiny("train_nanochat_groups.py", *common, "--save-every", 25)
+    whole = started(*common, "--save-every", 25)
     assert loss(whole) < 4.2  # log(256) = 5.55 nats before the first step
     (tmp_path / "step-000060" / "optimizer.safetensors").unlink()  # killed in mid-save
-    resumed = again(*common, "--resume", "--offload")
+    resumed = started(*common, "--resume", "--offload")
     assert "from step 50" in resumed
     assert loss(resumed) == loss(whole)
-    again("--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
+    started("--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
     # --resume would go on from steps of the run before.
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
 
