@@ -49,13 +49,13 @@ def environment(**changes: str) -> dict[str, str]:
 
 def process(*words: object, **options) -> subprocess.Popen[str]:
     command = [sys.executable, *map(str, words)]
-    options = {"stdout": subprocess.PIPE, "cwd": ROOT, "env": environment(), "text": True} | options
+    options |= {"stdout": subprocess.PIPE, "cwd": ROOT, "env": environment(), "text": True}
     return subprocess.Popen(command, **options)
 
 
-def run(*words: object, **changes: str) -> tuple[str, str]:
+def run(*words: object) -> tuple[str, str]:
     """What the script prints; it must succeed."""
-    with process(*words, stderr=subprocess.PIPE, env=environment(**changes)) as running:
+    with process(*words, stderr=subprocess.PIPE) as running:
         out, err = running.communicate(timeout=240)
     assert running.returncode == 0, out + err
     return out, err
@@ -63,11 +63,9 @@ def run(*words: object, **changes: str) -> tuple[str, str]:
 
 @pytest.fixture
 def forked(forks):
-    def run_forked(*options: object, **changes: str) -> subprocess.CompletedProcess[str]:
-        words = map(str, (*DEMO, *options))
-        return forks.run(*words, folder=ROOT, environment=environment(**changes))
-
-    return run_forked
+    return lambda *options: forks.run(
+        *map(str, (*DEMO, *options)), folder=ROOT, environment=environment()
+    )
 
 
 def interrupt(out: Path, optimizer: str, *options: object) -> str:
