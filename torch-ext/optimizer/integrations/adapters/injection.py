@@ -41,13 +41,7 @@ INITS = (True, False, "gaussian")  # the others decompose the weight of a Linear
 
 
 def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> Any:
-    """The LoraConfig of what `attach_lora` was given: a copy of `peft_config`, or of `options`.
-
-    Raises:
-        TypeError: peft_config is no LoraConfig.
-        ValueError: an option that experts do not support.
-        ImportError: PEFT is not installed.
-    """
+    """The LoraConfig of what `attach_lora` was given: a copy of `peft_config`, or of `options`."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -437,12 +431,9 @@ def contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[st
 def load(
     model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor], adapter: str, file: Any
 ) -> nn.Module:
-    """Inject the adapter of a file, frozen, and give it its tensors.
+    """Inject the adapter of a file, frozen, with its tensors, whose roles are those of PEFT today.
 
-    `config` is the file's, checked; in `tensors` A and B have the roles of PEFT today.
-
-    Raises:
-        ValueError: it does not fit the model; nothing has changed then.
+    A ValueError says that it does not fit the model; nothing has changed then.
     """
     from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 

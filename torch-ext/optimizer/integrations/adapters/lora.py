@@ -41,18 +41,14 @@ PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "dow
 
 
 class AttachedLora(ExpertAdapters):
-    """The adapters of one experts module of transformers.
-
-    Attributes:
-        options: `AdapterOptions` by name of the parameter and of the adapter, for PEFT's files.
-    """
+    """The adapters of one experts module of transformers."""
 
     def __init__(self, experts: nn.Module) -> None:
         (count, hidden, _), (_, intermediate, _) = (
             operand_shape(experts, target) for target in projections(experts)
         )
         super().__init__(count, hidden, intermediate, module_layout(experts))
-        self.options: dict[str, dict[str, AdapterOptions]] = {}
+        self.options: dict[str, dict[str, AdapterOptions]] = {}  # by parameter and adapter
 
     def projection(self, target: str) -> LoraProjection:
         """The adapters of one parameter, by its name."""

@@ -79,9 +79,6 @@ class ParameterListing:
     module, which is never named there. PEFT alone is told of it, under the parameter's name: FSDP2,
     DDP and accelerate ask in the same words, and would shard or move its bytes a second time. The
     only thing that tells the askers apart is who calls.
-
-    Args:
-        experts: the module that this is the `named_parameters` of.
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -222,12 +219,7 @@ def check_bypassed(experts: nn.Module) -> None:
 
 
 def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
-    """The factors that a module's wrappers add now: views of parameters; None if none is active.
-
-    Raises:
-        ValueError: several adapters are active on a parameter, or the active one has DoRA, dropout,
-            a bias or a variant.
-    """
+    """The factors that a module's wrappers add now: views of parameters; None if none is active."""
     found = {}
     for entry in chain(wrapper):
         factors = _active_factors(entry)
