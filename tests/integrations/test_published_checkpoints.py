@@ -89,18 +89,22 @@ def assert_same_model(loaded, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "quant_type", "nested"),
+    ("name", "quant_type", "nested", "storage"),
     [
-        ("qwen3_moe", "nf4", False),
-        ("qwen3_moe", "fp4", True),
-        ("mixtral", "fp4", False),
-        ("mixtral", "nf4", True),
-        ("deepseek_v3", "nf4", True),
+        ("qwen3_moe", "nf4", False, torch.uint8),
+        ("qwen3_moe", "fp4", True, torch.uint8),
+        ("mixtral", "fp4", False, torch.uint8),
+        ("mixtral", "nf4", True, torch.bfloat16),
+        ("deepseek_v3", "nf4", True, torch.uint8),
     ],
 )
-def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested):
-    """The packed bytes are the files' own, and every weight is what bitsandbytes decodes."""
-    folder = write_bnb(tiny(name), tmp_path / "bnb", nested=nested, quant_type=quant_type)
+def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested, storage):
+    """The packed bytes are the files' own, and every weight is what bitsandbytes decodes.
+
+    FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16.
+    """
+    options = {"nested": nested, "quant_type": quant_type, "storage": storage}
+    folder = write_bnb(tiny(name), tmp_path / "bnb", **options)
     files = load_file(folder / "model.safetensors")
     loaded = load(folder)
     assert_same_model(loaded, with_decoded(folder, loaded, bnb_decoded, tmp_path))
@@ -111,18 +115,12 @@ def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested)
         for target, parts in (("gate_up_proj", NAMES[name][:2]), ("down_proj", NAMES[name][2:])):
             stack = getattr(experts, target)
             keys = [f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in parts]
-            assert_same_bits(stack.packed, torch.cat([files[key].reshape(-1) for key in keys]))
+            stored = torch.cat([files[key].reshape(-1) for key in keys])
+            assert_same_bits(stack.packed, stored.view(torch.uint8))
             assert stack.format.quant_type == quant_type
     assert not hasattr(loaded.config, "quantization_config")
     ids = tokens()
     assert torch.isfinite(loaded(ids).logits).all()
-
-
-def test_bitsandbytes_under_another_storage_dtype(load, tmp_path):
-    """FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16."""
-    plain = load(write_bnb(tiny("qwen3_moe"), tmp_path / "bytes"))
-    stored = load(write_bnb(tiny("qwen3_moe"), tmp_path / "wide", storage=torch.bfloat16))
-    assert_same_tensors(stored.state_dict(), plain.state_dict())
 
 
 def test_bitsandbytes_of_transformers_5(load, tmp_path):
