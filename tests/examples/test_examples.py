@@ -49,13 +49,13 @@ def environment(**changes: str) -> dict[str, str]:
 
 def process(*words: object, **options) -> subprocess.Popen[str]:
     command = [sys.executable, *map(str, words)]
-    options = {"stdout": subprocess.PIPE, "cwd": ROOT, "env": environment(), "text": True} | options
+    options |= {"stdout": subprocess.PIPE, "cwd": ROOT, "env": environment(), "text": True}
     return subprocess.Popen(command, **options)
 
 
-def run(*words: object, **changes: str) -> tuple[str, str]:
+def run(*words: object) -> tuple[str, str]:
     """What the script prints; it must succeed."""
-    with process(*words, stderr=subprocess.PIPE, env=environment(**changes)) as running:
+    with process(*words, stderr=subprocess.PIPE) as running:
         out, err = running.communicate(timeout=240)
     assert running.returncode == 0, out + err
     return out, err
@@ -63,11 +63,9 @@ def run(*words: object, **changes: str) -> tuple[str, str]:
 
 @pytest.fixture
 def forked(forks):
-    def run_forked(*options: object, **changes: str) -> subprocess.CompletedProcess[str]:
-        words = map(str, (*DEMO, *options))
-        return forks.run(*words, folder=ROOT, environment=environment(**changes))
-
-    return run_forked
+    return lambda *options: forks.run(
+        *map(str, (*DEMO, *options)), folder=ROOT, environment=environment()
+    )
 
 
 def interrupt(out: Path, optimizer: str, *options: object) -> str:
@@ -333,11 +331,6 @@ def test_steps_to_counts_from_the_first_evaluation_at_the_loss(demo) -> None:
 TINY = ("--layers", "1", "--channels", "16", "--heads", "2", "--batch", "2", "--context", "16")
 
 
-def run_tiny(script: str, *options: object) -> str:
-    words = (f"examples/{script}", *TINY, "--device", "cpu", *options)
-    return run(*words, OMP_NUM_THREADS="1")[0]
-
-
 def loss(output: str) -> float:
     return float(re.search(r"held-out loss after \d+ steps: ([\d.]+) nats/byte", output)[1])
 
@@ -347,19 +340,19 @@ def test_train_nanochat_groups(corpus, forks, tmp_path) -> None:
     """It learns, and a resumed run, also with its state in host memory, ends at the same loss."""
     common = ("--corpus", corpus, "--steps", 60, "--out-dir", tmp_path)
 
-    def again(*options: object) -> str:
+    def started(*options: object) -> str:
         words = ("examples/train_nanochat_groups.py", *TINY, "--device", "cpu", *options)
         done = forks.run(*words, folder=ROOT, environment=environment(OMP_NUM_THREADS="1"))
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    whole = run_tiny("train_nanochat_groups.py", *common, "--save-every", 25)
+    whole = started(*common, "--save-every", 25)
     assert loss(whole) < 4.2  # log(256) = 5.55 nats before the first step
     (tmp_path / "step-000060" / "optimizer.safetensors").unlink()  # killed in mid-save
-    resumed = again(*common, "--resume", "--offload")
+    resumed = started(*common, "--resume", "--offload")
     assert "from step 50" in resumed
     assert loss(resumed) == loss(whole)
-    again("--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
+    started("--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
     # --resume would go on from steps of the run before.
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
 

@@ -21,68 +21,32 @@ from .._compare import relative_error
 from ..conftest import ROOT
 from ._models import set_random_lora
 
-SIZES: dict[str, Any] = {
-    # text
-    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), 64),
-    **dict.fromkeys(("hidden_size", "d_model", "out_hidden_size", "text_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
-    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "d_kv", "d_rel"), 8),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim"), 24),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 24),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
-    **dict.fromkeys(("max_position_embeddings", "rel_extent"), 64),
-    **dict.fromkeys(("sliding_window", "chunk_size", "hidden_size_per_layer_input"), 8),
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # experts
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_topk", "moe_top_k", "moe_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 24),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 24),
-    "moe_shared_expert_intermediate_size": 24,
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "moe_layer_start_index": 0,
-    # latent attention, its indexer
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "o_lora_rank"), 8),
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    # linear attention and state spaces
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_num_heads": 4,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 8,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    # vision and audio
-    "depth": 1,
-    "num_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-    "output_channels": 16,
-    "position_embedding_size": 16,
-    "projector_hidden_size": 32,
-    "output_proj_dims": 32,
-    "projection_hidden_dim": 32,
-    "posemb_grid_size": 4,
-    "encoder_layers_audio": 1,
+NAMES_BY_SIZE: dict[Any, str] = {
+    64: "vocab_size unpadded_vocab_size vocab_size_per_layer_input max_position_embeddings "
+    "rel_extent",
+    32: "hidden_size d_model out_hidden_size text_hidden_size projector_hidden_size "
+    "output_proj_dims projection_hidden_dim",
+    24: "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim mlp_dim "
+    "moe_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    16: "q_lora_rank kv_lora_rank qk_head_dim image_size output_channels position_embedding_size",
+    8: "head_dim swa_head_dim global_head_dim d_kv d_rel sliding_window chunk_size patch_size "
+    "hidden_size_per_layer_input qk_rope_head_dim qk_nope_head_dim v_head_dim o_lora_rank "
+    "index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim "
+    "mamba_n_heads mamba_d_head mamba_d_state mamba_dt_rank ssm_state_size",
+    4: "num_attention_heads num_key_value_heads swa_num_attention_heads swa_num_key_value_heads "
+    "encoder_attention_heads decoder_attention_heads linear_num_heads mamba_num_heads "
+    "num_experts num_local_experts n_routed_experts moe_num_experts index_topk posemb_grid_size",
+    2: "num_hidden_layers num_layers num_decoder_layers num_experts_per_tok num_experts_per_token "
+    "top_k top_k_experts moe_topk moe_top_k moe_k index_n_heads linear_num_value_heads num_heads "
+    "mamba_expand eos_token_id",
+    1: "encoder_layers decoder_layers encoder_layers_audio depth first_k_dense_replace "
+    "num_dense_layers n_group topk_group n_shared_experts num_shared_experts n_groups "
+    "linear_num_key_heads mamba_n_groups bos_token_id",
+    0: "moe_layer_start_index pad_token_id",
 }
+SIZES = {name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()}
+SIZES["tie_word_embeddings"] = False
 SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 MOE_GEMMA4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 MOE_GEMMA4 |= {"moe_intermediate_size": 24}

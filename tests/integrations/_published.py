@@ -90,10 +90,9 @@ def write_bnb(
     nested: bool = True,
     quant_type: str = "nf4",
     storage: torch.dtype = torch.uint8,
-    blocksize: int = 64,
 ) -> Path:
     """Every Linear in 4 bits, each expert's too, as transformers 4 has them."""
-    options = {"compress_statistics": nested, "quant_type": quant_type, "blocksize": blocksize}
+    options = {"compress_statistics": nested, "quant_type": quant_type}
 
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not LINEAR.search(name):

@@ -20,11 +20,12 @@ from ..optimizers._steps import (
     NANOCHAT,
     PlainMuon,
     TinyTransformer,
-    language_loss,
     new_gradients,
     parameters,
     train,
 )
+from ..optimizers.test_offload import assert_same_values
+from .test_checkpoint import options_of
 
 MATRICES = [(12, 6), (12, 6), (6, 12), (12, 6)]
 OTHERS = [(9, 3), (5,)]
@@ -51,7 +52,8 @@ class Motif(torch.optim.Optimizer):
 
     def __init__(self, opt, groups, **defaults) -> None:
         self.opt = opt
-        options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "none_grad": False}
+        options = {"lr": 0.03, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+        options |= {"none_grad": False}
         options |= {"weight_decay": 0.1, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
         super().__init__(groups, options | defaults)
         others = [group for group in self.param_groups if not group["use_muon"]]
@@ -102,11 +104,6 @@ class Nanochat(torch.optim.Optimizer):
             PlainMuon(param, **options, state=kept).step(self.opt, param.grad)
 
 
-def both(device, dtype=torch.float64):
-    params = parameters(MATRICES + OTHERS, dtype=dtype, device=device)
-    return params, [nn.Parameter(p.detach().clone()) for p in params]
-
-
 def take_over(ours, theirs) -> None:
     with torch.no_grad():
         for mine, other in zip(ours, theirs, strict=True):
@@ -117,14 +114,14 @@ def load_converted(opt, optimizer, saved, source: str, **options) -> None:
     optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source=source, **options))
 
 
-def assert_goes_on(optimizer, ours, other, theirs, budget=BUDGET) -> None:
+def assert_goes_on(optimizer, ours, other, theirs) -> None:
     """Five more steps of both; what they change agrees."""
     take_over(ours, theirs)
     start = [p.detach().clone() for p in ours]
     train(optimizer, ours, 5, seed=50)
     train(other, theirs, 5, seed=50)
     for mine, reference, old in zip(ours, theirs, start, strict=True):
-        assert_error_at_most(mine.detach() - old, reference.detach() - old, budget)
+        assert_error_at_most(mine.detach() - old, reference.detach() - old, BUDGET)
 
 
 def motif_groups(params, **options):
@@ -145,13 +142,21 @@ def nanochat_groups(params):
     ]
 
 
+def begun(opt, device, kind, steps: int, **options):
+    """Parameters for ours, the other optimizer after some steps, and its parameters."""
+    theirs = parameters(MATRICES + OTHERS, dtype=torch.float64, device=device)
+    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
+    groups = motif_groups(theirs) if kind is Motif else nanochat_groups(theirs)
+    other = kind(opt, groups, **options)
+    train(other, theirs, steps)
+    return ours, other, theirs
+
+
 @pytest.mark.parametrize("form", ["heavy_ball", "ema"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_motif(opt, device, form, nesterov) -> None:
     """Heavy-ball momentum, also into a moving average; moment1 and moment2 are renamed."""
-    ours, theirs = both(device)
-    other = Motif(opt, motif_groups(theirs), lr=0.03, momentum=0.9, nesterov=nesterov)
-    train(other, theirs, 4)
+    ours, other, theirs = begun(opt, device, Motif, 4, momentum=0.9, nesterov=nesterov)
     optimizer = opt.Muon(motif_groups(ours), momentum_form=form, method="polar_express")
     saved = copy.deepcopy(other.state_dict())
     load_converted(opt, optimizer, saved, "motif")
@@ -170,9 +175,7 @@ def test_motif(opt, device, form, nesterov) -> None:
 
 def test_motif_in_another_order(opt, device) -> None:
     """Matched by name where both sides have names, through wrappers; by order elsewhere."""
-    ours, theirs = both(device)
-    other = Motif(opt, motif_groups(theirs), lr=0.03)
-    train(other, theirs, 2)
+    ours, other, theirs = begun(opt, device, Motif, 2)
     order = [3, 2, 0, 1]
     groups = motif_groups(ours)
     groups[0]["params"] = [ours[i] for i in order]
@@ -184,11 +187,8 @@ def test_motif_in_another_order(opt, device) -> None:
 
 def test_names_that_wrappers_alone_tell_apart(opt, device) -> None:
     """By order where they are the same ones; otherwise nothing tells which is which."""
-    ours, theirs = both(device)
-    groups = motif_groups(theirs)
-    names = groups[0]["names"] = [NAMES[0], f"_orig_mod.{NAMES[0]}", *groups[0]["names"][2:]]
-    other = Motif(opt, groups, lr=0.03)
-    train(other, theirs, 2)
+    ours, other, theirs = begun(opt, device, Motif, 2)
+    names = other.param_groups[0]["names"] = [NAMES[0], f"_orig_mod.{NAMES[0]}", *NAMES[2:4]]
     groups = motif_groups(ours)
     groups[0]["names"] = [names[1], names[0], *names[2:]]
     optimizer = opt.Muon(groups, method="polar_express")
@@ -203,9 +203,7 @@ def test_names_that_wrappers_alone_tell_apart(opt, device) -> None:
 @pytest.mark.parametrize("form", ["ema", "heavy_ball"])
 def test_nanochat(opt, device, form) -> None:
     """Stacks under the first parameter are taken apart; the second moments are kept."""
-    ours, theirs = both(device)
-    other = Nanochat(opt, nanochat_groups(theirs))
-    train(other, theirs, 4)
+    ours, other, theirs = begun(opt, device, Nanochat, 4)
     optimizer = opt.MuonAdamW(nanochat_groups(ours))
     for group in optimizer.param_groups:
         if group["kind"] == "muon":
@@ -220,9 +218,7 @@ def test_nanochat(opt, device, form) -> None:
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 def test_nanochat_into_a_run_without_variance_reduction(opt, device, name) -> None:
     """Its beta2 and statistics stay behind, and what is converted loads."""
-    ours, theirs = both(device)
-    other = Nanochat(opt, nanochat_groups(theirs))
-    train(other, theirs, 2)
+    ours, other, _ = begun(opt, device, Nanochat, 2)
     groups = nanochat_groups(ours)
     for group in groups:
         if name == "Muon":
@@ -240,9 +236,7 @@ def test_nanochat_into_a_run_without_variance_reduction(opt, device, name) -> No
 
 def test_nanochat_rank_by_rank(opt, device) -> None:
     """Blocks of ceil(K / W) matrices, the last padded with zeros; slices of large AdamW state."""
-    ours, theirs = both(device)
-    other = Nanochat(opt, nanochat_groups(theirs))
-    train(other, theirs, 3)
+    ours, other, _ = begun(opt, device, Nanochat, 3)
     whole = copy.deepcopy(other.state_dict())
     ranks = [copy.deepcopy(whole) for _ in range(2)]
     for rank, saved in enumerate(ranks):
@@ -310,8 +304,7 @@ def test_torch(opt, device, form, adjust) -> None:
 
 def test_state_that_was_never_made_is_zero(opt, device) -> None:
     """Parameters that had no gradient yet have no state in the predecessors."""
-    ours, theirs = both(device)
-    other = Motif(opt, motif_groups(theirs), lr=0.03)
+    ours, other, theirs = begun(opt, device, Motif, 0)
     new_gradients(theirs, seed=0)
     theirs[1].grad = theirs[4].grad = None
     other.step()
@@ -323,9 +316,7 @@ def test_state_that_was_never_made_is_zero(opt, device) -> None:
 
 
 def test_converting_changes_nothing(opt, device) -> None:
-    ours, theirs = both(device)
-    other = Motif(opt, motif_groups(theirs), lr=0.03)
-    train(other, theirs, 1)
+    ours, other, _ = begun(opt, device, Motif, 1)
     optimizer = opt.Muon(motif_groups(ours), lr=0.5)
     before = copy.deepcopy(optimizer.state_dict())
     saved = other.state_dict()
@@ -339,10 +330,8 @@ def test_converting_changes_nothing(opt, device) -> None:
 
 
 def test_what_does_not_fit_is_refused(opt, device) -> None:
-    ours, theirs = both(device)
+    ours, motif, theirs = begun(opt, device, Motif, 1)
     optimizer = opt.Muon(motif_groups(ours))
-    motif = Motif(opt, motif_groups(theirs), lr=0.03)
-    train(motif, theirs, 1)
     saved = motif.state_dict()
     without = {key: {**entry, "momentum_buffer": None} for key, entry in saved["state"].items()}
     renamed, swapped = copy.deepcopy(saved), copy.deepcopy(saved)
@@ -374,9 +363,7 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
 
 
 def test_groups_whose_options_differ_are_not_merged_in_silence(opt, device) -> None:
-    ours, theirs = both(device)
-    other = Nanochat(opt, nanochat_groups(theirs))
-    train(other, theirs, 1)
+    ours, other, theirs = begun(opt, device, Nanochat, 1)
     groups = [
         {"kind": "muon", "params": [ours[i] for i in (0, 1, 3, 2)], "lr": 0.1},
         {"kind": "adamw", "params": ours[4:], "lr": 0.1},
@@ -404,26 +391,6 @@ def build(opt, name, device, *, offload: bool, lr: float):
     return model, optimizer
 
 
-def train_model(model, optimizer, steps, seed) -> None:
-    for step in range(steps):
-        language_loss(model, seed + step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same(one, other) -> None:
-    pairs = zip(one.param_groups, other.param_groups, strict=True)
-    for mine, theirs in pairs:
-        assert {k: v for k, v in mine.items() if k != "params"} == {
-            k: v for k, v in theirs.items() if k != "params"
-        }
-        for p, q in zip(mine["params"], theirs["params"], strict=True):
-            assert_same_bits(p.detach(), q.detach())
-            assert one.state[p].keys() == other.state[q].keys()
-            for key, value in one.state[p].items():
-                assert_same_bits(value.cpu(), other.state[q][key].cpu())
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "flat", "offload"),
@@ -438,7 +405,7 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
     """Also flattened to one entry per parameter; float32 state of bfloat16 parameters."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = build(opt, name, device, offload=offload, lr=0.05)
-    train_model(model, optimizer, 3, seed=0)
+    train(optimizer, [*model.parameters()], 3)
     weights, state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     twin, other = build(opt, name, device, offload=not offload, lr=0.9)
@@ -453,10 +420,11 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
         options=options,
     )
     assert other.offloaded != offload
-    assert_same(optimizer, other)
-    train_model(model, optimizer, 3, seed=50)
-    train_model(twin, other, 3, seed=50)
-    assert_same(optimizer, other)
+    assert options_of(other) == options_of(optimizer)
+    assert_same_values(other, optimizer)
+    train(optimizer, [*model.parameters()], 3, seed=50)
+    train(other, [*twin.parameters()], 3, seed=50)
+    assert_same_values(other, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

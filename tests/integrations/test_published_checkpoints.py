@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
@@ -62,8 +62,6 @@ def load(opt):
 
 def with_decoded(folder, loaded, read, tmp_path):
     """transformers' own model, in float32, over what the files decode to."""
-    from transformers import AutoModelForCausalLM
-
     files = load_file(folder / "model.safetensors")
     tensors = {
         name: read(files, name.removesuffix("_blocks"))
@@ -91,18 +89,22 @@ def assert_same_model(loaded, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "quant_type", "nested"),
+    ("name", "quant_type", "nested", "storage"),
     [
-        ("qwen3_moe", "nf4", False),
-        ("qwen3_moe", "fp4", True),
-        ("mixtral", "fp4", False),
-        ("mixtral", "nf4", True),
-        ("deepseek_v3", "nf4", True),
+        ("qwen3_moe", "nf4", False, torch.uint8),
+        ("qwen3_moe", "fp4", True, torch.uint8),
+        ("mixtral", "fp4", False, torch.uint8),
+        ("mixtral", "nf4", True, torch.bfloat16),
+        ("deepseek_v3", "nf4", True, torch.uint8),
     ],
 )
-def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested):
-    """The packed bytes are the files' own, and every weight is what bitsandbytes decodes."""
-    folder = write_bnb(tiny(name), tmp_path / "bnb", nested=nested, quant_type=quant_type)
+def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested, storage):
+    """The packed bytes are the files' own, and every weight is what bitsandbytes decodes.
+
+    FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16.
+    """
+    options = {"nested": nested, "quant_type": quant_type, "storage": storage}
+    folder = write_bnb(tiny(name), tmp_path / "bnb", **options)
     files = load_file(folder / "model.safetensors")
     loaded = load(folder)
     assert_same_model(loaded, with_decoded(folder, loaded, bnb_decoded, tmp_path))
@@ -113,24 +115,16 @@ def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested)
         for target, parts in (("gate_up_proj", NAMES[name][:2]), ("down_proj", NAMES[name][2:])):
             stack = getattr(experts, target)
             keys = [f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in parts]
-            assert_same_bits(stack.packed, torch.cat([files[key].reshape(-1) for key in keys]))
+            stored = torch.cat([files[key].reshape(-1) for key in keys])
+            assert_same_bits(stack.packed, stored.view(torch.uint8))
             assert stack.format.quant_type == quant_type
     assert not hasattr(loaded.config, "quantization_config")
     ids = tokens()
     assert torch.isfinite(loaded(ids).logits).all()
 
 
-def test_bitsandbytes_under_another_storage_dtype(load, tmp_path):
-    """FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16."""
-    plain = load(write_bnb(tiny("qwen3_moe"), tmp_path / "bytes"))
-    stored = load(write_bnb(tiny("qwen3_moe"), tmp_path / "wide", storage=torch.bfloat16))
-    assert_same_tensors(stored.state_dict(), plain.state_dict())
-
-
 def test_bitsandbytes_of_transformers_5(load, tmp_path):
     """It quantises every Linear and leaves experts, which are none, in 16 bits."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     tiny("qwen3_moe").save_pretrained(tmp_path / "dense")
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
@@ -479,7 +473,7 @@ def exact(load_files, tmp_path):
     return model.to(loaded.device, torch.float64).eval()
 
 
-def steps_in_other_orders(model, count: int):
+def steps_in_other_orders(model):
     """Steps whose layers add up their products in an order drawn for each call."""
     linear, generator = torch.nn.functional.linear, torch.Generator().manual_seed(0)
 
@@ -488,7 +482,7 @@ def steps_in_other_orders(model, count: int):
         return linear(x[..., order], weight[:, order], bias)
 
     with mock.patch.object(torch.nn.functional, "linear", permuted):
-        return [step(model) for _ in range(count)]
+        return [step(model) for _ in range(8)]
 
 
 def test_gradients_against_float64(opt, load_files, exact, files) -> None:
@@ -512,7 +506,7 @@ def test_gradients_against_float64(opt, load_files, exact, files) -> None:
     assert len(wrappers_of(model)) == 4
     opt.integrations.use_in_transformers(model)
     (found, gradients), (expected, wanted) = map(step, (model, exact))
-    usual = steps_in_other_orders(plain, 8)
+    usual = steps_in_other_orders(plain)
 
     def budget(errors) -> float:
         return 5 * (sum(error**2 for error in errors) / len(usual)) ** 0.5

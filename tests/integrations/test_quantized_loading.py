@@ -1,7 +1,6 @@
 """load_quantized and save_pretrained of experts in few bits: who reads what."""
 
 import copy
-import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -10,7 +9,11 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -67,8 +70,6 @@ def test_logits_are_those_of_from_pretrained_with_rounded_experts(load, saved, t
 
     Heads for multi-token prediction are left out, and so is what is around a text model.
     """
-    from transformers import AutoModelForCausalLM
-
     folder = saved(name)
     if name in EXTRA:
         extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
@@ -138,18 +139,17 @@ def test_parameters_that_a_module_makes_in_float32(load, saved, monkeypatch):
     assert loaded.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_saved_and_loaded_without_quantising_again(
-    opt, load, saved, tmp_path, monkeypatch, submodule
-):
-    first = load(saved("qwen3_moe"), nested=True)
+def test_saved_and_loaded_without_quantising_again(load, saved, tmp_path, monkeypatch, submodule):
+    """By ours and by transformers, in a format that no default gives."""
+    first = load(saved("qwen3_moe"), nested=True, quant_type="fp4", blocksize=32)
     first.save_pretrained(tmp_path / "packed")
 
     def refuse(*_, **__):
         raise AssertionError("quantised again")
 
     monkeypatch.setattr(submodule("kernels.quant.formats"), "nf4_quantize", refuse)
-    again = load(tmp_path / "packed")
-    assert_same_tensors(again.state_dict(), first.state_dict())
+    for again in (load(tmp_path / "packed"), from_pretrained(tmp_path / "packed")):
+        assert_same_tensors(again.state_dict(), first.state_dict())
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16], ids=str)
@@ -202,59 +202,43 @@ def test_files_that_are_no_safetensors(opt, saved, tmp_path):
 def test_names_and_shapes_that_do_not_fit_are_named(load, saved, tmp_path):
     source = saved("qwen3_moe")
     tensors = load_file(source / "model.safetensors")
-
-    def changed(**changes):
-        (tmp_path / "config.json").write_text((source / "config.json").read_text())
-        kept = {k: v for k, v in {**tensors, **changes}.items() if v is not None}
-        save_file(kept, tmp_path / "model.safetensors")
-        return tmp_path
-
     norm = "model.norm.weight"
     gone = {k: None for k in tensors if ".experts." in k and "down_proj" in k}
     experts = "model.layers.0.mlp.experts"
-    for changes, words in (
-        ({norm: None}, f"lacks 1 tensors of Qwen3MoeForCausalLM: {norm}"),
-        ({"model.extra": torch.zeros(2)}, "has model.extra, which Qwen3MoeForCausalLM has not"),
-        ({norm: torch.zeros(3)}, r"model.norm.weight is \(3,\)"),
-        (gone, rf"lacks 2 tensors .*{experts}\.down_proj"),
-        ({f"{experts}.3.down_proj.weight": None}, rf"cannot make {experts}\.down_proj|is \("),
-        ({"norm.weight": tensors[norm].clone()}, f"have {norm} twice"),
+    for number, (changes, words) in enumerate(
+        (
+            ({norm: None}, f"lacks 1 tensors of Qwen3MoeForCausalLM: {norm}"),
+            ({"model.extra": torch.zeros(2)}, "has model.extra, which Qwen3MoeForCausalLM has not"),
+            ({norm: torch.zeros(3)}, r"model.norm.weight is \(3,\)"),
+            (gone, rf"lacks 2 tensors .*{experts}\.down_proj"),
+            ({f"{experts}.3.down_proj.weight": None}, rf"cannot make {experts}\.down_proj|is \("),
+            ({"norm.weight": tensors[norm].clone()}, f"have {norm} twice"),
+        )
     ):
+        kept = {key: value for key, value in (tensors | changes).items() if value is not None}
+        folder = rewritten(source, tmp_path / str(number), lambda _, kept=kept: kept)
         with pytest.raises(ValueError, match=words):
-            load(changed(**changes))
+            load(folder)
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors;"):
-        load(tmp_path.parent)
+        load(tmp_path)
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         load(source, revision="main")
 
 
 def test_sharded_hub_id_with_its_index_pinned_and_offline(load, saved, tmp_path, monkeypatch):
-    """Two files and an index in the layout of the Hub's cache, found without a network."""
+    """Files and an index in the layout of the Hub's cache, found without a network."""
     commit = "0123456789abcdef0123456789abcdef01234567"
-    source = saved("qwen3_moe")
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    tensors = load_file(source / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2])):
-        file = f"model-{number + 1:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, snapshot / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    (snapshot / "config.json").write_text((source / "config.json").read_text())
+    build("qwen3_moe").save_pretrained(snapshot, max_shard_size="30KB")
+    assert (snapshot / "model.safetensors.index.json").is_file()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loaded = load("org/tiny", revision=commit)
-    assert_same_tensors(loaded.state_dict(), load(source).state_dict())
+    assert_same_tensors(loaded.state_dict(), load(saved("qwen3_moe")).state_dict())
 
 
 def test_what_is_around_a_text_model(load, saved):
-    import transformers
-
-    whole = transformers.Qwen3_5MoeForConditionalGeneration
-    found = load(saved("qwen3_5_moe_vlm"), model_class=whole)
+    found = load(saved("qwen3_5_moe_vlm"), model_class=Qwen3_5MoeForConditionalGeneration)
     expected = build("qwen3_5_moe_vlm").model.visual.state_dict()
     assert_same_tensors(found.model.visual.state_dict(), expected)
 
@@ -369,30 +353,15 @@ def from_pretrained(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
-def test_in_several_files(opt, quantized, tmp_path) -> None:
-    quantized.save_pretrained(tmp_path, max_shard_size="5KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert_same_bits(
-        logits(opt.integrations.load_quantized(tmp_path, **OPTIONS)), logits(quantized)
-    )
-    assert_same_bits(logits(from_pretrained(tmp_path)), logits(quantized))
-
-
-def test_nested_scales_and_fp4_keep_their_format(opt, tmp_path) -> None:
-    build("qwen3_moe").save_pretrained(tmp_path / "dense")
-    load = opt.integrations.load_quantized
-    model = load(tmp_path / "dense", nested=True, quant_type="fp4", blocksize=32, **OPTIONS)
-    model.save_pretrained(tmp_path / "packed")
-    for loaded in (load(tmp_path / "packed", **OPTIONS), from_pretrained(tmp_path / "packed")):
-        assert_same_tensors(loaded.state_dict(), model.state_dict())
-
-
 def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     """Packed experts never; with adapters these alone, as attach_lora left it."""
-    quantized.save_pretrained(tmp_path / "base")
-    loaded = from_pretrained(tmp_path / "base")
-    assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".experts." not in n}
-    validate_quantization_for_training(loaded)
+    load = opt.integrations.load_quantized
+    quantized.save_pretrained(tmp_path / "base", max_shard_size="5KB")
+    assert len(list((tmp_path / "base").glob("model-*.safetensors"))) > 1
+    for loaded in (load(tmp_path / "base", **OPTIONS), from_pretrained(tmp_path / "base")):
+        assert_same_bits(logits(loaded), logits(quantized))
+        assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".experts." not in n}
+        validate_quantization_for_training(loaded)
     opt.integrations.attach_lora(
         quantized, r=2, lora_alpha=4, target_parameters=("down_proj",), use_rslora=True
     )
@@ -400,7 +369,6 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     opt.integrations.set_lora(quantized, "second")
     set_random_lora(quantized)
     quantized.save_pretrained(tmp_path / "adapted")
-    load = opt.integrations.load_quantized
     for loaded in (load(tmp_path / "adapted", **OPTIONS), from_pretrained(tmp_path / "adapted")):
         assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".second." in n}
         assert_same_bits(logits(loaded), logits(quantized))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import kernels
+import peft
 import pytest
 import torch
 import transformers
@@ -28,6 +29,7 @@ from ..optimizers._steps import TinyTransformer, language_loss, parameters, valu
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..optimizers.test_update_rules import groups_of
 from ..test_readme import blocks
+from ._models import build, tokens
 from ._trainers import plain_trainer, settings, sft_trainer
 
 
@@ -224,7 +226,6 @@ def test_torchtitan(opt, contract, tmp_path) -> None:
 
 def test_axolotl(opt, contract, tmp_path) -> None:
     """Its trainer calls factories with the model and its own arguments."""
-    transformers = pytest.importorskip("transformers")
 
     class AxolotlTrainer(transformers.Trainer):
         """axolotl 067b021: OptimizerMixin.create_optimizer."""
@@ -250,9 +251,6 @@ def test_axolotl(opt, contract, tmp_path) -> None:
 
 
 def test_axolotl_runs_lora_on_experts(opt, contract, device) -> None:
-    peft = pytest.importorskip("peft")
-    from ._models import build, tokens
-
     contract.module("axolotl.integrations.base", BasePlugin=object)
     page = contract.load("axolotl.md")
     targets = ["experts.gate_up_proj", "experts.down_proj"]

@@ -25,14 +25,17 @@ LARGEST = 65_536  # rank: more than any width that it could stand for
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """What scales an adapter on one projection: alpha / r, or alpha / sqrt(r) with rslora."""
+    """What scales an adapter on one projection: alpha / r, or alpha / sqrt(r) with rslora.
+
+    Raises:
+        ValueError: r is no rank, alpha no finite number or rslora no bool.
+    """
 
     r: int
     alpha: float
     rslora: bool = False
 
-    def check(self) -> None:
-        """Raise ValueError unless r is a rank, alpha a finite number and rslora a bool."""
+    def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= LARGEST:
             raise ValueError(f"r must be an integer from 1 to {LARGEST}, got {self.r!r:.99}")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
@@ -171,7 +174,6 @@ def targeted(
     A ValueError, for a name that no experts have or a wrong rank or alpha, begins with `source`.
     """
     wanted = config["target_parameters"]
-    rslora = bool(config.get("use_rslora"))
     ranks, alphas = (pattern_rules(config, f"{kind}_pattern", source) for kind in ("rank", "alpha"))
     targets: dict[str, dict[str, AdapterOptions]] = {}
     matched: set[str] = set()
@@ -183,9 +185,8 @@ def targeted(
         matched |= hits
         r = by_pattern(ranks, full, config["r"])
         alpha = by_pattern(alphas, full, config["lora_alpha"])
-        options = AdapterOptions(r, alpha, rslora)
         try:
-            options.check()
+            options = AdapterOptions(r, alpha, config.get("use_rslora") or False)
         except ValueError as error:
             raise ValueError(f"{source}: of {full}, {error}") from error
         targets.setdefault(where, {})[target] = options

@@ -13,7 +13,6 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...moe.quantized.expert_weights import check_module
 from ..checkpoints.tensor_file import read_tensors, replacing, write_tensors
 from ..models.experts import operand_shape, parameter_names
 from ..models.safetensors_reader import hub_file
@@ -40,7 +38,7 @@ from .lora import (
     active_adapter,
     add_adapter,
     attached_modules,
-    check_attachable,
+    check_addable,
     known_adapters,
     set_lora,
 )
@@ -48,20 +46,6 @@ from .lora import (
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SIDES = ("lora_A", "lora_B")
 LAYOUT_VERSION = "0.21.2"  # the PEFT whose layout is written; the same since 0.19.1
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter of the model stands in a file."""
-
-    experts: str  # name of the module
-    target: str  # name of its parameter
-    key: str  # without ".lora_A.weight"
-
-    @property
-    def keys(self) -> list[str]:
-        """Of A and of B."""
-        return [f"{self.key}.{side}.weight" for side in SIDES]
 
 
 def save_peft_adapter(
@@ -107,17 +91,23 @@ def save_peft_adapter(
 
 def _contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and configuration of an adapter on the experts alone."""
-    attached = attached_modules(model)
     targets = {
         where: {t: by_name[adapter] for t, by_name in entry.options.items() if adapter in by_name}
-        for where, entry in attached.items()
+        for where, entry in attached_modules(model).items()
     }
-    tensors = {}
-    for place in _places(model, targets):
-        projection = attached[place.experts].projection(place.target)
-        for key, side in zip(place.keys, SIDES, strict=True):
-            tensors[key] = getattr(projection, side)[adapter].weight
-    return tensors, _config(model, targets)
+    return _parameters(model, targets, adapter), _config(model, targets)
+
+
+def _parameters(
+    model: nn.Module, targets: dict[str, dict[str, AdapterOptions]], adapter: str
+) -> dict[str, nn.Parameter]:
+    """A and B of an adapter on the experts alone, by their keys in the file."""
+    attached = attached_modules(model)
+    return {
+        key: getattr(attached[where].projection(target), side)[adapter].weight
+        for (where, target), keys in _keys(model, targets).items()
+        for key, side in zip(keys, SIDES, strict=True)
+    }
 
 
 def load_peft_adapter(
@@ -154,8 +144,7 @@ def load_peft_adapter(
             support; the message names them. The model is unchanged.
         ImportError: safetensors, transformers or, for an id, huggingface_hub is not installed.
     """
-    check_module(model)
-    check_attachable(model)
+    check_addable(model, adapter_name)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)
     tensors, _ = read_tensors(tensors_file)
@@ -165,18 +154,13 @@ def load_peft_adapter(
     by_peft = beyond or injection.is_injected(model)
     factors = _read_factors(model, targets, tensors, release, tensors_file, whole=not by_peft)
     if by_peft:
-        for place, pair in factors.items():
-            tensors.update(zip(place.keys, pair, strict=True))
-        model = injection.load(model, config, tensors, adapter_name, tensors_file)
+        model = injection.load(model, config, tensors | factors, adapter_name, tensors_file)
     else:
         dtype = injection.dtype_of(tensors, tensors_file)
         add_adapter(model, adapter_name, targets, dtype=dtype)
-        attached = attached_modules(model)
         with torch.no_grad():
-            for place, pair in factors.items():
-                projection = attached[place.experts].projection(place.target)
-                for side, value in zip(SIDES, pair, strict=True):
-                    getattr(projection, side)[adapter_name].weight.copy_(value)
+            for key, parameter in _parameters(model, targets, adapter_name).items():
+                parameter.copy_(factors[key])
     set_lora(model, adapter_name, trainable=trainable)
     return model
 
@@ -199,20 +183,22 @@ def _check_complete(model: nn.Module, adapter: str) -> None:
         )
 
 
-def _places(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> list[Place]:
-    """Keys in the file: PEFT nests its wrappers in the order of the module's parameters.
+def _keys(
+    model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]
+) -> dict[tuple[str, str], tuple[str, str]]:
+    """Keys of A and B by module and parameter: PEFT nests its wrappers in the parameters' order.
 
     Where a parameter is computed (quantized), PEFT goes by the alphabet instead.
     """
-    places = []
+    keys = {}
     for where, names in targets.items():
         experts = model.get_submodule(where)
         computed = parametrize.is_parametrized(experts)
         order = sorted(names) if computed else [n for n in parameter_names(experts) if n in names]
         for depth, target in enumerate(reversed(order)):
             key = PREFIX + plain(where) + ".base_layer" * depth
-            places.append(Place(where, target, key))
-    return places
+            keys[where, target] = tuple(f"{key}.{side}.weight" for side in SIDES)
+    return keys
 
 
 def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> dict[str, Any]:
@@ -277,10 +263,10 @@ def _read_factors(
     file: Path,
     *,
     whole: bool = False,
-) -> dict[Place, tuple[Tensor, Tensor]]:
-    """A (E r, in) and B (out, E r) per place, in today's layout, checked; `whole`: no others."""
-    places = _places(model, targets)
-    expected = {key for place in places for key in place.keys}
+) -> dict[str, Tensor]:
+    """A (E r, in) and B (out, E r) by key, in today's layout, checked; `whole`: no others."""
+    places = _keys(model, targets)
+    expected = {key for keys in places.values() for key in keys}
     missing, others = expected - tensors.keys(), tensors.keys() - expected if whole else set()
     if missing or others:
         raise ValueError(
@@ -288,21 +274,22 @@ def _read_factors(
             f"{sorted(others)[:4]}; what it targets is not what it holds"
         )
     factors = {}
-    for place in places:
-        experts = model.get_submodule(place.experts)
-        count, size_in, size_out = operand_shape(experts, place.target)
-        a, b = (tensors[key] for key in place.keys)
+    for (where, target), keys in places.items():
+        experts = model.get_submodule(where)
+        count, size_in, size_out = operand_shape(experts, target)
+        a, b = (tensors[key] for key in keys)
         of_input = _input_side(release, experts.is_transposed)
-        rows = count * targets[place.experts][place.target].r
+        rows = count * targets[where][target].r
         width, height = (size_in, size_out) if of_input else (size_out, size_in)
         if a.shape != (rows, width) or b.shape != (height, rows):
             raise ValueError(
-                f"{file}: {place.experts}.{place.target} needs A ({rows}, {width}) and B "
+                f"{file}: {where}.{target} needs A ({rows}, {width}) and B "
                 f"({height}, {rows}), the file has {tuple(a.shape)} and {tuple(b.shape)} under "
-                f"{place.key!r}; it is of another model, or was saved over quantized experts, "
+                f"{keys[0]!r}; it is of another model, or was saved over quantized experts, "
                 "where PEFT exchanges the names of the two projections"
             )
-        factors[place] = (a, b) if of_input else _exchanged(a, b, count)
+        pair = (a, b) if of_input else _exchanged(a, b, count)
+        factors |= zip(keys, pair, strict=True)
     return factors
 
 

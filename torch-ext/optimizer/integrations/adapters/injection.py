@@ -41,13 +41,7 @@ INITS = (True, False, "gaussian")  # the others decompose the weight of a Linear
 
 
 def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> Any:
-    """The LoraConfig of what `attach_lora` was given: a copy of `peft_config`, or of `options`.
-
-    Raises:
-        TypeError: peft_config is no LoraConfig.
-        ValueError: an option that experts do not support.
-        ImportError: PEFT is not installed.
-    """
+    """The LoraConfig of what `attach_lora` was given: a copy of `peft_config`, or of `options`."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -73,7 +67,7 @@ def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> An
 
 def _check_options(config: Any, source: str) -> None:
     """Raise ValueError if PEFT would refuse a configuration on experts, or hold it for others."""
-    AdapterOptions(config.r, config.lora_alpha).check()
+    AdapterOptions(config.r, config.lora_alpha, config.use_rslora)  # raises
     default = type(config)()
     others = {
         field.name: value
@@ -165,10 +159,7 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
             f"{attached[0]} has LoRA that attach_lora put on the experts alone; detach_lora(model) "
             "first, then name everything that shall train in one call"
         )
-    wrapped = {
-        name: {plain(place) for place in places}
-        for name, places in peft.wrapped_parameters(model).items()
-    }
+    wrapped = peft.wrapped_parameters(model)
     taken = {part for name, _ in model.named_modules() for part in name.split(".")}
     if adapter in taken and adapter not in configs:
         raise ValueError(
@@ -329,11 +320,6 @@ def set_adapter(model: nn.Module, adapter: str) -> None:
             switch(model, adapter)
 
 
-def is_enabled(model: nn.Module) -> bool:
-    """Whether PEFT's adapters are on."""
-    return any(not layer.disable_adapters for _, layer in layers(model))
-
-
 def enable(model: nn.Module, enabled: bool) -> None:
     """Switch all adapters on or off; what trains is left as it is."""
     with _flags_kept(model):
@@ -341,17 +327,14 @@ def enable(model: nn.Module, enabled: bool) -> None:
             layer.enable_adapters(enabled)
 
 
-def check_separate(model: nn.Module, doing: str) -> None:
-    """Raise ValueError if an adapter is merged into the weights."""
-    merged = [name for name, layer in layers(model) if layer.merged_adapters]
-    if merged:
-        raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
+def merged_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers, by name, whose adapter is part of the weights now."""
+    return [(name, layer) for name, layer in layers(model) if layer.merged_adapters]
 
 
 @torch.no_grad()
 def merge(model: nn.Module, *, keep_on: torch.device | str | None) -> None:
     """Add the active adapter to the weights, by PEFT's arithmetic; see `merge_lora`."""
-    check_separate(model, "merge an adapter")
     work = []
     for name, layer in layers(model):
         factors = [
@@ -404,10 +387,7 @@ def _weight(name: str, layer: Any) -> Tensor:
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Put the weights back as they were before `merge`."""
-    merged = [(n, layer) for n, layer in layers(model) if layer.merged_adapters]
-    if not merged:
-        raise ValueError("nothing is merged; merge_lora(model) first")
-    for name, layer in merged:
+    for name, layer in merged_layers(model):
         layer.unmerge()
         kept = vars(layer).pop("weight_before_merge", None)
         if kept is not None:
@@ -417,7 +397,7 @@ def unmerge(model: nn.Module) -> None:
 def detach(model: nn.Module) -> nn.Module:
     """Take PEFT's layers out again; what is merged stays, whole modules that were trained too."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    merged = any(layer.merged_adapters for _, layer in layers(inner))
+    merged = merged_layers(inner)
     done: list[str] = []
     for name, layer in layers(inner):
         if name.startswith(tuple(f"{outer}." for outer in done)):
@@ -451,12 +431,9 @@ def contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[st
 def load(
     model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor], adapter: str, file: Any
 ) -> nn.Module:
-    """Inject the adapter of a file, frozen, and give it its tensors.
+    """Inject the adapter of a file, frozen, with its tensors, whose roles are those of PEFT today.
 
-    `config` is the file's, checked; in `tensors` A and B have the roles of PEFT today.
-
-    Raises:
-        ValueError: it does not fit the model; nothing has changed then.
+    A ValueError says that it does not fit the model; nothing has changed then.
     """
     from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -499,10 +476,9 @@ def _check_tensors(config: dict[str, Any], tensors: dict[str, Tensor], file: Any
     largest = max(max(t.shape, default=0) for key, t in tensors.items() if ".lora_" in key)
     ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
     alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
-    named = [AdapterOptions(r, 1.0) for r in ranks] + [AdapterOptions(1, a) for a in alphas]
     try:
-        for options in named:
-            options.check()
+        for r, alpha in [(r, 1.0) for r in ranks] + [(1, alpha) for alpha in alphas]:
+            AdapterOptions(r, alpha)
     except ValueError as error:
         raise ValueError(f"the configuration of {file}: {error}") from error
     if (r := max(ranks)) > largest:

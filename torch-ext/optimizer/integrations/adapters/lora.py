@@ -41,18 +41,14 @@ PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "dow
 
 
 class AttachedLora(ExpertAdapters):
-    """The adapters of one experts module of transformers.
-
-    Attributes:
-        options: `AdapterOptions` by name of the parameter and of the adapter, for PEFT's files.
-    """
+    """The adapters of one experts module of transformers."""
 
     def __init__(self, experts: nn.Module) -> None:
         (count, hidden, _), (_, intermediate, _) = (
             operand_shape(experts, target) for target in projections(experts)
         )
         super().__init__(count, hidden, intermediate, module_layout(experts))
-        self.options: dict[str, dict[str, AdapterOptions]] = {}
+        self.options: dict[str, dict[str, AdapterOptions]] = {}  # by parameter and adapter
 
     def projection(self, target: str) -> LoraProjection:
         """The adapters of one parameter, by its name."""
@@ -139,8 +135,9 @@ def attach_lora(
         "target_parameters": target_parameters,
         "modules_to_save": modules_to_save,
     }
-    _check_options(options, alone=peft_config is None)
-    check_addable(model, adapter_name, dtype)
+    _check_options(options, peft_config)
+    check_factor_dtype(dtype)
+    check_addable(model, adapter_name)
     if (
         peft_config is not None
         or target_modules
@@ -149,11 +146,7 @@ def attach_lora(
     ):
         config = injection.config_of(model, peft_config, options)
         return injection.attach(model, config, adapter_name, quantize=quantize, dtype=dtype)
-    wanted = _wanted(model, options)
-    _check_wanted(model, wanted)
-    if quantize is not None:
-        quantize_experts(model, quantize)  # first: it can run out of memory
-    add_adapter(model, adapter_name, wanted, dtype=dtype)
+    add_adapter(model, adapter_name, _wanted(model, options), quantize=quantize, dtype=dtype)
     if active_adapter(model) == adapter_name:
         train_adapter(model, adapter_name)
     return model
@@ -171,7 +164,7 @@ OTHER_NAMES = {
 DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}  # of attach_lora; None for the others
 
 
-def _check_options(options: dict[str, Any], *, alone: bool) -> None:
+def _check_options(options: dict[str, Any], peft_config: Any) -> None:
     """Raise ValueError for what are no lists of names, and for what peft_config says again."""
     for name in ("target_modules", "target_parameters", "modules_to_save"):
         value = options[name]
@@ -182,11 +175,8 @@ def _check_options(options: dict[str, Any], *, alone: bool) -> None:
             raise ValueError(f"{name} must be a sequence of names, got {value!r:.99}")
     if hasattr(options["r"], "peft_type"):
         raise TypeError(f"r must be a rank; write peft_config={type(options['r']).__name__}(...)")
-    if alone:
-        AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"]).check()
-        return
     twice = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
-    if twice:
+    if twice and peft_config is not None:
         raise ValueError(f"peft_config says it all; leave out {twice}, or set it there")
 
 
@@ -205,6 +195,7 @@ def add_adapter(
     adapter: str,
     wanted: dict[str, dict[str, AdapterOptions]],
     *,
+    quantize: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Create an adapter on experts, frozen, or raise as `attach_lora`; all checks come first.
@@ -212,8 +203,15 @@ def add_adapter(
     `wanted` is by name of the experts module and of its parameter.
     """
     found = dict(experts_modules(model))
-    check_addable(model, adapter, dtype)
-    _check_wanted(model, wanted)
+    check_addable(model, adapter)
+    if not any(wanted.values()):
+        raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
+    for name, targets in wanted.items():
+        allowed = projections(found[name])
+        if others := [target for target in targets if target not in allowed]:
+            raise ValueError(f"target_parameters: {name} has LoRA on {allowed}, not {others[0]!r}")
+    if quantize is not None:
+        quantize_experts(model, quantize)  # first: it can run out of memory
     before = attached_modules(model)
     active = active_adapter(model)
     use_in_transformers(model)
@@ -227,31 +225,6 @@ def add_adapter(
                 device = expert_weight(experts, target).device
                 experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
         set_lora(model, active or adapter)
-
-
-def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if LoRA on a model's experts would not fit its shards."""
-    held = fully_sharded(model)
-    if held is not None:
-        raise ValueError(
-            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
-            "then call fully_shard"
-        )
-    for name, experts in experts_modules(model):
-        if getattr(experts, "_is_expert_parallel", False):
-            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
-        if hasattr(experts, "_hf_hook") and any(p.is_meta for p in experts.parameters()):
-            raise ValueError(
-                f"{name} is kept off the device by its device_map, and LoRA would be too; load the "
-                "model where it fits, or its experts in 4 bits with load_quantized"
-            )
-        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
-        if split or getattr(experts, "_hf_tp_plan", None) is not None:
-            raise ValueError(
-                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
-                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
-                "shard the model with fully_shard after attach_lora"
-            )
 
 
 def train_adapter(model: nn.Module, adapter: str) -> None:
@@ -294,7 +267,7 @@ def set_lora(model: nn.Module, adapter_name: str | None, *, trainable: bool = Fa
         ValueError: no such adapter, several are named, or one is merged.
     """
     known, injected = known_adapters(model), injection.is_injected(model)
-    entries = [] if injected else _checked_projections(model)
+    entries = _checked_projections(model)
     if adapter_name is None and injected:
         raise ValueError("adapter_name=None: PEFT keeps one adapter active; disable_lora(model)")
     if adapter_name is not None and (
@@ -333,7 +306,7 @@ def disable_lora(model: nn.Module) -> None:
 
 
 def _enable(model: nn.Module, enabled: bool) -> None:
-    entries = [] if injection.is_injected(model) else _checked_projections(model)
+    entries = _checked_projections(model)
     if not enabled:
         _refuse_merged(model, "disable it")
     injection.enable(model, enabled)
@@ -344,8 +317,8 @@ def _enable(model: nn.Module, enabled: bool) -> None:
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the with block, as for the reference model of DPO or GRPO."""
-    ours = [entry.enabled for _, entry in _projections(model)]
-    before = any(ours) or injection.is_enabled(model)
+    before = any(entry.enabled for _, entry in _projections(model))
+    before |= any(not layer.disable_adapters for _, layer in injection.layers(model))
     disable_lora(model)
     try:
         yield
@@ -370,6 +343,7 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
 
     Whatever is raised, also where memory runs out half-way, no weight has changed then.
     """
+    _refuse_merged(model, "merge an adapter")
     if injection.is_injected(model):
         injection.merge(model, keep_on=keep_on)
         return
@@ -413,15 +387,15 @@ def unmerge_lora(model: nn.Module) -> None:
     Raises:
         ValueError: nothing is merged.
     """
+    if not _merged(model):
+        raise ValueError("nothing is merged; merge_lora(model) first")
     if injection.is_injected(model):
         injection.unmerge(model)
         return
     reshard(model)
-    merged = [entry for entry in _located(model) if entry[1].merged]
-    if not merged:
-        raise ValueError("nothing is merged; merge_lora(model) first")
-    for experts, attached in merged:
-        attached.unmerge({name: local(weight) for name, weight in _weights(experts).items()})
+    for experts, attached in _located(model):
+        if attached.merged:
+            attached.unmerge({name: local(weight) for name, weight in _weights(experts).items()})
 
 
 def detach_lora(model: nn.Module) -> nn.Module:
@@ -467,27 +441,52 @@ def _weights(experts: nn.Module) -> dict[str, Tensor]:
 
 def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
     entries = _projections(model)
-    if not entries:
+    if not entries and not injection.is_injected(model):
         raise ValueError(f"model ({type(model).__name__}) has no LoRA of ours; attach_lora first")
     return entries
 
 
+def _merged(model: nn.Module) -> list[str]:
+    """Names of the projections and of PEFT's layers that an adapter is merged into."""
+    ours = [name for name, entry in _projections(model) if entry.merged]
+    return ours + [name for name, _ in injection.merged_layers(model)]
+
+
 def _refuse_merged(model: nn.Module, doing: str) -> None:
-    merged = [name for name, entry in _projections(model) if entry.merged]
-    if merged:
+    if merged := _merged(model):
         raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
-    injection.check_separate(model, doing)
 
 
-def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
-    """Raise ValueError if a model can take no further adapter, or none of this name and dtype."""
-    check_factor_dtype(dtype)
-    if next(experts_modules(model), None) is None:
+def check_addable(model: nn.Module, adapter: str) -> None:
+    """Raise ValueError if a model can take no further adapter on its experts, or none so named."""
+    found = list(experts_modules(model))
+    if not found:
         raise ValueError(
             f"nothing to put LoRA on: {why_no_experts(model)}; PEFT's get_peft_model puts LoRA on "
             "other modules"
         )
-    check_attachable(model)
+    held = fully_sharded(model)
+    if held is not None:
+        raise ValueError(
+            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
+            "then call fully_shard"
+        )
+    for name, experts in found:
+        check_supported(experts, name)
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        if hasattr(experts, "_hf_hook") and any(p.is_meta for p in experts.parameters()):
+            raise ValueError(
+                f"{name} is kept off the device by its device_map, and LoRA would be too; load the "
+                "model where it fits, or its experts in 4 bits with load_quantized"
+            )
+        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
+        if split or getattr(experts, "_hf_tp_plan", None) is not None:
+            raise ValueError(
+                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
+                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
+                "shard the model with fully_shard after attach_lora"
+            )
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
@@ -497,19 +496,6 @@ def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
     if any(adapter in entry.adapters for _, entry in _projections(model)):
         raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
     _refuse_merged(model, "add an adapter")
-    for name, experts in experts_modules(model):
-        check_supported(experts, name)
-
-
-def _check_wanted(model: nn.Module, wanted: dict[str, dict[str, AdapterOptions]]) -> None:
-    if not any(wanted.values()):
-        raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
-    for name, targets in wanted.items():
-        allowed = projections(model.get_submodule(name))
-        for target, options in targets.items():
-            if target not in allowed:
-                raise ValueError(f"target_parameters: {name} has LoRA on {allowed}, not {target!r}")
-            options.check()
 
 
 def _refuse_other_implementations(experts: nn.Module, _: tuple) -> None:

@@ -21,7 +21,7 @@ from ...moe import ExpertsLora, LoraFactors
 from ...moe.lora import PeftFactors
 from ...moe.quantized.expert_weights import as_quantized
 from ..models.experts import ATTACHED, is_ours, projections, stacks
-from .adapter_config import ends
+from .adapter_config import ends, plain
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
 LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}  # what PEFT puts around modules
@@ -43,10 +43,8 @@ def chain(wrapper: nn.Module) -> Iterator[nn.Module]:
 
 def base_of(wrapper: nn.Module) -> nn.Module:
     """The module below all wrappers."""
-    module = wrapper
-    while is_wrapper(module):
-        module = module.base_layer
-    return module
+    *_, innermost = chain(wrapper)
+    return innermost.base_layer
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -81,9 +79,6 @@ class ParameterListing:
     module, which is never named there. PEFT alone is told of it, under the parameter's name: FSDP2,
     DDP and accelerate ask in the same words, and would shard or move its bytes a second time. The
     only thing that tells the askers apart is who calls.
-
-    Args:
-        experts: the module that this is the `named_parameters` of.
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -120,7 +115,7 @@ def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
     for name, module in model.named_modules():
         if not is_wrapper(module):
             continue
-        place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        place = f"{plain(name)}.{module.parameter_name}"
         for adapter in module.lora_A:
             wrapped.setdefault(adapter, set()).add(place)
     return wrapped
@@ -129,12 +124,12 @@ def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
 def check_targets(model: nn.Module) -> None:
     """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
     wrapped = wrapped_parameters(model)
-    experts = {name.replace(".base_layer", "") for name, _, _ in stacks(model)}
+    experts = {plain(name) for name, _, _ in stacks(model)}
     configs = (item for one in config_dicts(model) for item in one.items())
     for adapter, config in configs:
         done = wrapped.get(adapter, set())
         for target in sorted(getattr(config, "target_parameters", None) or ()):
-            named = {place for place in experts | done if ends(place, target)}
+            named = {place for place in experts | done if ends(place, plain(target))}
             missed = sorted(named - done)
             if missed or (not named and "experts" in target.split(".")):
                 raise ValueError(
@@ -157,7 +152,6 @@ def bypass(wrapper: nn.Module) -> None:
     Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
     merged, or finds no tensor after it has merged others.
     """
-    check_bypass(wrapper)
     setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
     experts = base_of(wrapper)
     for entry in chain(wrapper):
@@ -225,12 +219,7 @@ def check_bypassed(experts: nn.Module) -> None:
 
 
 def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
-    """The factors that a module's wrappers add now: views of parameters; None if none is active.
-
-    Raises:
-        ValueError: several adapters are active on a parameter, or the active one has DoRA, dropout,
-            a bias or a variant.
-    """
+    """The factors that a module's wrappers add now: views of parameters; None if none is active."""
     found = {}
     for entry in chain(wrapper):
         factors = _active_factors(entry)

@@ -38,7 +38,7 @@ def mark(model: nn.Module) -> None:
     """Let every transformers model in `model` be saved with its 4-bit experts and its adapters."""
     from transformers import PreTrainedModel
 
-    quantizer, config = _classes()
+    quantizer, config = register()
     described = set()
     for inner in model.modules():
         if not isinstance(inner, PreTrainedModel):
@@ -52,10 +52,10 @@ def mark(model: nn.Module) -> None:
         first = id(inner.config) not in described  # which a whole model and its parts share
         described.add(id(inner.config))
         if _is_packed(inner) or (lora is not None and other is not None):
-            inner.hf_quantizer = quantizer(config({}), other=other)
+            inner.hf_quantizer = quantizer(config(experts={}), other=other)
         elif other is None and first:
             if lora is not None:
-                inner.config.quantization_config = config({}, lora)
+                inner.config.quantization_config = config(experts={}, lora=lora)
             elif is_described(inner.config):
                 del inner.config.quantization_config
 
@@ -77,13 +77,8 @@ def _is_packed(model: nn.Module) -> bool:
     return any(isinstance(e._modules.get(t), QuantizedExperts) for _, e, t in stacks(model))
 
 
-def register() -> None:
-    """Make `from_pretrained` know folders with 4-bit experts."""
-    _classes()
-
-
 def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
-    """Attach the adapters that `describe` found, for their tensors to be loaded."""
+    """Attach the adapters that `_adapters` found, for their tensors to be loaded."""
     from ..adapters.lora import AdapterOptions, add_adapter, set_lora
 
     known = dict(experts_modules(model)).__contains__
@@ -98,12 +93,6 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
         }
         add_adapter(model, adapter, wanted)
     set_lora(model, described["active"], trainable=True)
-
-
-def describe(model: nn.Module) -> dict[str, Any]:
-    """What `restore` needs to know before it has seen a tensor."""
-    experts = {name: module._modules[target].options() for name, module, target in stacks(model)}
-    return {"experts": experts, "lora": _adapters(model)}
 
 
 def _adapters(model: nn.Module) -> dict[str, Any] | None:
@@ -172,45 +161,29 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def file_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, by its name in a file of `save_pretrained`, adapters included."""
-    packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
-    seen: set[tuple] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if not (tensor.numel() and place in seen):
-            seen.add(place)
-            tensors[packed.get(name, name)] = tensor.detach().contiguous()
-    return tensors
-
-
 def __getattr__(name: str) -> Any:
     """The classes by name, which pickle asks for."""
-    for made in _classes() if name.startswith("Experts") else ():
+    for made in register() if name.startswith("Experts") else ():
         if made.__name__ == name:
             return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
-def _classes() -> tuple[type, type]:
-    """The quantizer and its configuration, known to transformers from the first call on."""
+def register() -> tuple[type, type]:
+    """The quantizer and its configuration; from the first call on `from_pretrained` knows them."""
     from transformers.core_model_loading import WeightRenaming
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
+    @dataclasses.dataclass(kw_only=True, repr=False)
     class ExpertsConfig(QuantizationConfigMixin):
         """config.json's `quantization_config`: every stack's format, and the adapters on them."""
 
-        def __init__(
-            self,
-            experts: dict[str, Any],
-            lora: dict[str, Any] | None = None,
-            quant_method: str = METHOD,
-        ) -> None:
-            self.quant_method, self.experts, self.lora = quant_method, experts, lora
+        experts: dict[str, Any]
+        lora: dict[str, Any] | None = None
+        quant_method: str = METHOD
 
     class ExpertsQuantizer(HfQuantizer):
         """4-bit experts in a model; `other` is the quantizer of everything else, or None."""
@@ -238,9 +211,12 @@ def _classes() -> tuple[type, type]:
                 return self.other.get_state_dict_and_metadata(model)
             check_model(model)
             model._weight_conversions = []  # the file has the model's own names
-            self.quantization_config = ExpertsConfig(**describe(model))
+            experts = {name: e._modules[target].options() for name, e, target in stacks(model)}
+            self.quantization_config = ExpertsConfig(experts=experts, lora=_adapters(model))
             model.config.quantization_config = self.quantization_config
-            return file_tensors(model), {}
+            packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
+            state = model.state_dict()
+            return {packed.get(n, n): tensor.contiguous() for n, tensor in state.items()}, {}
 
         def validate_environment(self, device_map: Any = None, **_: Any) -> None:
             devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()

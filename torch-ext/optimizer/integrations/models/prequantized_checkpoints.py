@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -49,28 +48,64 @@ class Packed:
         return self.format.decode(flat, ids, self.shape, dtype)[0]
 
 
-class Packing(ABC):
-    """How a quant_method, by its configuration, lays its matrices down in files."""
+class PackedFiles:
+    """A checkpoint by the names of its matrices; packed ones are decoded to a dtype on a device.
+
+    This class finds none that are packed. A subclass says how a quant_method lays them down, by
+    its own `configure`, `find`, `shape_of` and `packed`.
+    """
 
     by_outputs = False  # whether a stack is (E, out, in) also where the model's is (E, in, out)
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        del config
+    def __init__(
+        self,
+        files: ModelFiles,
+        dtype: torch.dtype,
+        device: torch.device,
+        config: dict[str, Any] | None = None,  # of the quant_method
+    ) -> None:
+        self.files, self.source, self._dtype, self._device = files, files.source, dtype, device
+        self.configure(config or {})
+        self._parts = self.find(files.names())
 
-    @abstractmethod
-    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+    def configure(self, config: dict[str, Any]) -> None:
+        """Keep what matters of the configuration; ValueError for what has no format here."""
+
+    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
         """The tensors of every packed matrix, by its name."""
+        return {}
 
-    @abstractmethod
-    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+    def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """(N, K), or (E, N, K) of a stack."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+    def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """A matrix at a place of a stack of some; 0 of 1 is a matrix of its own."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """Every matrix, packed or not, and every other tensor."""
+        sides = {key for parts in self._parts.values() for key in parts.values()}
+        return [*self._parts, *(name for name in self.files.names() if name not in sides)]
+
+    def is_packed(self, name: str) -> bool:
+        """Whether it has a format."""
+        return name in self._parts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor, or of the matrix that is packed."""
+        if name in self._parts:
+            return self.shape_of(self._parts[name])
+        return self.files.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, or what is packed in it, decoded on the device."""
+        if name not in self._parts:
+            return self.files.read(name)
+        return self.packed(name).decode(self._dtype, self._device)
 
 
-class BitsAndBytes(Packing):
+class BitsAndBytes(PackedFiles):
     """4 bits of `bitsandbytes.nn.Linear4bit`, and of the stacks that it has parametrized.
 
     Nested absmax is read as float32, the values that bitsandbytes computes at each use: its offset
@@ -80,11 +115,12 @@ class BitsAndBytes(Packing):
     STATE = ".quant_state.bitsandbytes__"
     SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def configure(self, config: dict[str, Any]) -> None:
+        """Any but 8 bits."""
         if config.get("load_in_8bit"):
             raise ValueError("its 8-bit matrices (load_in_8bit) have no format here")
 
-    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
         """By the tensor that describes each matrix."""
         found = {}
         for key in keys:
@@ -94,13 +130,14 @@ class BitsAndBytes(Packing):
                 found[name] = {"packed": name, "state": key, **sides}
         return found
 
-    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+    def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """As it was quantised."""
-        return tuple(self._state(files, parts)["shape"])
+        return tuple(self._state(parts)["shape"])
 
-    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+    def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """Rows are blocks: what is below another matrix comes after it in memory, too."""
-        state = self._state(files, parts)
+        files, parts = self.files, self._parts[name]
+        state = self._state(parts)
         n, k = state["shape"][-2:]
         format = format_of(state["quant_type"], blocksize=state["blocksize"])
         # Its kernels hold the values themselves, and never read this.
@@ -121,41 +158,41 @@ class BitsAndBytes(Packing):
             packed, absmax = packed.view(blocks, -1), absmax.view(blocks, 1)
         return Packed(format, (n, k), {"packed": packed, "absmax": absmax})
 
-    @staticmethod
-    def _state(files: ModelFiles, parts: Parts) -> dict[str, Any]:
-        return json.loads(bytes(files.read(parts["state"]).tolist()))
+    def _state(self, parts: Parts) -> dict[str, Any]:
+        return json.loads(bytes(self.files.read(parts["state"]).tolist()))
 
 
-class Mxfp4(Packing):
+class Mxfp4(PackedFiles):
     """gpt-oss's experts: blocks (E, N, K / 32, 16) of two codes a byte, scales (E, N, K / 32)."""
 
     by_outputs = True
 
-    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
         """By the blocks."""
         names = (key.removesuffix("_blocks") for key in keys if key.endswith("_blocks"))
         return {name: {"packed": f"{name}_blocks", "scales": f"{name}_scales"} for name in names}
 
-    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+    def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """Of blocks (E, N, K / 32, 16)."""
-        *rows, blocks, size = files.shape(parts["packed"])
+        *rows, blocks, size = self.files.shape(parts["packed"])
         return *rows, 2 * blocks * size
 
-    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+    def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """Both tensors as they are."""
-        *_, n, k = self.shape(files, parts)
-        names = ("packed", "scales")
-        tensors = {name: files.share(parts[name], place, count).view(n, -1) for name in names}
+        *_, n, k = self.shape(name)
+        parts = self._parts[name].items()
+        tensors = {part: self.files.share(key, place, count).view(n, -1) for part, key in parts}
         return Packed(format_of("mxfp4"), (n, k), tensors)
 
 
-class Fp8(Packing):
+class Fp8(PackedFiles):
     """e4m3 and what it is multiplied by: a scale per block, per row or per matrix.
 
     Scales of activations are left out: products here take activations in 16 bits.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def configure(self, config: dict[str, Any]) -> None:
+        """The sides of a block, and where its scale stands."""
         self._block, self._scale = config.get("weight_block_size"), "_scale_inv"
         if config["quant_method"] == "compressed-tensors":
             groups = [group["weights"] for group in config["config_groups"].values()]
@@ -172,7 +209,7 @@ class Fp8(Packing):
             rows, columns = self._block
             format_of("fp8", block_rows=rows, block_columns=columns)  # raises for other sizes
 
-    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
         """By the scales."""
         keys = dict.fromkeys(keys)
         found = {}
@@ -185,13 +222,13 @@ class Fp8(Packing):
                 found[name] = {"packed": name, "scales": key, **unused}
         return found
 
-    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+    def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """Of the elements, which are one byte each."""
-        return files.shape(parts["packed"])
+        return self.files.shape(parts["packed"])
 
-    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+    def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """Blocks become so low that they end with the matrix, a scale of all of it one per row."""
-        name = parts["packed"]
+        files, parts = self.files, self._parts[name]
         n, k = files.shape(name)[-2:]
         elements = files.share(name, place, count)
         if elements.dtype != torch.float8_e4m3fn:
@@ -226,50 +263,9 @@ class Fp8(Packing):
         return Packed(format, (n, k), {"packed": packed, "scales": scales})
 
 
-PACKINGS: dict[str, type[Packing]] = {
+PACKINGS: dict[str, type[PackedFiles]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
     "fp8": Fp8,
     "compressed-tensors": Fp8,
 }
-
-
-class PackedFiles:
-    """A checkpoint by the names of its matrices; packed ones are decoded to a dtype on a device."""
-
-    def __init__(
-        self, files: ModelFiles, packing: Packing | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.files, self.source, self._dtype, self._device = files, files.source, dtype, device
-        self._packing = packing
-        self._parts = {} if packing is None else packing.parts(files.names())
-        self.by_outputs = packing is not None and packing.by_outputs
-
-    def names(self) -> list[str]:
-        """Every matrix, packed or not, and every other tensor."""
-        sides = {key for parts in self._parts.values() for key in parts.values()}
-        return [*self._parts, *(name for name in self.files.names() if name not in sides)]
-
-    def is_packed(self, name: str) -> bool:
-        """Whether it has a format."""
-        return name in self._parts
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor, or of the matrix that is packed."""
-        if name in self._parts:
-            return self._packing.shape(self.files, self._parts[name])
-        return self.files.shape(name)
-
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, or what is packed in it, decoded on the device."""
-        if name not in self._parts:
-            return self.files.read(name)
-        return self.packed(name).decode(self._dtype, self._device)
-
-    def part(self, name: str, place: int) -> Tensor:
-        """`tensor[place : place + 1]` of a tensor that is not packed."""
-        return self.files.part(name, place)
-
-    def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
-        """As `Packing.packed`."""
-        return self._packing.packed(self.files, self._parts[name], place, count)

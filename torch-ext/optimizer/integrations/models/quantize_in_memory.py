@@ -12,11 +12,7 @@ from .transformers import use_in_transformers
 
 
 def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None:
-    """Raise ValueError unless `quantize_experts` can do it.
-
-    It cannot in an unknown format or option of one, nor where a stack is not whole in this process
-    or has a size that the format does not pack or a dtype that has no 4 bits.
-    """
+    """Raise ValueError unless `quantize_experts` can do it."""
     format = format_of(quant_type, **options)
     for name, experts, target in _dense_stacks(model):
         weight = experts._parameters[target]
@@ -52,8 +48,9 @@ def quantize_experts(
 
     Raises:
         TypeError: model is no module.
-        ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
-            kernels do not serve; nothing has changed then.
+        ValueError: an unknown format or blocksize; a stack that is not whole in this process, or
+            has a size that the format does not pack or a dtype that has no 4 bits; no experts, or
+            experts that our kernels do not serve. Nothing has changed then.
         ImportError: transformers is not installed.
     """
     options = {} if blocksize is None else {"blocksize": blocksize}

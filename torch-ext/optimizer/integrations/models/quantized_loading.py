@@ -31,7 +31,7 @@ from .experts import (
     why_no_experts,
 )
 from .hf_quantizer import attach_described, is_described
-from .prequantized_checkpoints import PACKINGS, PackedFiles, Packing
+from .prequantized_checkpoints import PACKINGS, PackedFiles
 from .safetensors_reader import TRUE, ModelFiles
 from .transformers import use_in_transformers
 
@@ -50,20 +50,9 @@ def placement(
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """The one device that a rank's model goes to, and a log line that says why.
+    """The one device of `load_quantized`'s `device_map`, and a log line that says why.
 
-    Quantised experts live whole on one device. transformers' "auto" would size the layers by their
-    16 bits and move some of them to the CPU, so it means the local rank's GPU here.
-
-    Args:
-        device_map: "auto" or None for that GPU; a device; or {"": device}.
-        environ: variables of the launcher.
-
-    Returns:
-        The device. Under FSDP and ZeRO-3 "auto" is the CPU: there the wrapper moves the shards.
-
-    Raises:
-        ValueError: a map over several devices.
+    transformers' "auto" would size the layers by their 16 bits and move some of them to the CPU.
     """
     if isinstance(device_map, Mapping):
         devices = set(map(str, device_map.values()))
@@ -119,7 +108,9 @@ def load_quantized(
         source: a folder with safetensors, or a Hub id.
         revision: of a Hub id; name a commit to load the same files always.
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
-        device_map: see `placement`.
+        device_map: a device, or {"": device}, of all of the model, as quantised experts live whole
+            on one. "auto" or None is the local rank's GPU, where there is one; under FSDP and
+            ZeRO-3 it is the CPU, from which the wrapper moves the shards.
         dtype: of everything but the experts, and but for what the model keeps in float32; a dtype
             or its name, "auto" for the checkpoint's own.
         quant_type: "nf4", "fp4", "mxfp4" or "fp8"; None for that of the files, "nf4" where they are
@@ -141,9 +132,11 @@ def load_quantized(
         FileNotFoundError: there is no such checkpoint, or none in safetensors.
         TypeError: an unknown keyword, or a model_class that is none.
         ValueError: names or shapes of the files and of the model differ; the model has no experts;
-            the files are quantised in another way, or in another than was asked for; or what
-            `placement` refuses.
+            the files are quantised in another way, or in another than was asked for; or device_map
+            names several devices, or none.
     """
+    from transformers import AutoConfig
+
     for name in unknown:
         remedy = OTHER_NAMES.get(name, "what configures the model goes into config=")
         raise TypeError(f"load_quantized() got an unexpected keyword argument {name!r}; {remedy}")
@@ -154,7 +147,8 @@ def load_quantized(
     wanted = {name: value for name, value in wanted.items() if value is not None}
     format_of(**wanted)  # raises before a file is read
     with ModelFiles(source, revision=revision, local_files_only=local_files_only) as files:
-        config = _config(files) if config is None else config
+        if config is None:
+            config = AutoConfig.from_pretrained(files.path("config.json").parent)
         dtype = _dtype(dtype, config)
         model = _skeleton(config, model_class, dtype)
         found = dict(experts_modules(model))
@@ -165,7 +159,7 @@ def load_quantized(
         if any(name.endswith("._extra_state") for name in files.names()):
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
-            matrices = PackedFiles(files, _packing(model, source), dtype, device)
+            matrices = _matrices(files, model, device, dtype)
             loaded = _read(matrices, model, device, dtype, wanted, strategy)
     _tie(model, files, loaded)
     _load_generation_config(files, model)
@@ -181,13 +175,6 @@ class _ParametersOnMeta(TorchFunctionMode):
         if func is torch.empty:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
-
-
-def _config(files: ModelFiles) -> Any:
-    """The checkpoint's own configuration."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(files.path("config.json").parent)
 
 
 def _dtype(dtype: torch.dtype | str, config: Any) -> torch.dtype:
@@ -223,22 +210,24 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
 
 
-def _packing(model: nn.Module, source: str | Path) -> Packing | None:
-    """How somebody else has quantised the files; the model, which will not be that, forgets it."""
+def _matrices(
+    files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
+) -> PackedFiles:
+    """What somebody else may have quantised; the model, which will not be that, forgets it."""
     other = getattr(model.config, "quantization_config", None)
     if other is None or is_described(model.config):
-        return None
+        return PackedFiles(files, dtype, device)
     other = other if isinstance(other, dict) else other.to_dict()
     try:
-        packing = PACKINGS[other["quant_method"]](other)
+        matrices = PACKINGS[other["quant_method"]](files, dtype, device, other)
     except (KeyError, TypeError, ValueError) as error:
         why = "" if isinstance(error, KeyError) else f": {error}"
         known = f"only {', '.join(PACKINGS)} are read"
         raise ValueError(
-            f"{source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
+            f"{files.source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
         ) from error
     del model.config.quantization_config
-    return packing
+    return matrices
 
 
 def _read(
@@ -270,7 +259,7 @@ def _read(
                 stack = _take_packed(files, model, source, shape, turned, wanted, options)
                 put(experts, target, stack)
             elif alone:
-                read = _experts(files, model, source, shape)
+                read = _experts(files.files, model, source, shape)
                 pack(experts, target, read, shape, **wanted, **options)
             if any(packed) or alone:
                 dense.loaded.add(source.name)
@@ -356,7 +345,7 @@ def _packed_experts(
 
 
 def _experts(
-    files: PackedFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
+    files: ModelFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
 ) -> Iterator[Tensor]:
     """The experts of a stack, one (N, K) at a time."""
     for expert in range(shape[0]):

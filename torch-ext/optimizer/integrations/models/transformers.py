@@ -7,7 +7,6 @@ its auxiliary loss and shared experts stay the model's own, and no model is list
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +50,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
             The model is unchanged then.
         ImportError: transformers is not installed, or older than 5.
     """
+    from transformers import PreTrainedModel
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, experts_function)
@@ -67,8 +67,9 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
     for wrapper in wrappers:
         peft.check_bypass(wrapper)
     before = _implementations(model)
-    for owner in _models(model):
-        owner.set_experts_implementation(IMPLEMENTATION)
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel):
+            inner.set_experts_implementation(IMPLEMENTATION)
     missed = [name for name, experts in found.items() if not is_ours(experts)]
     if missed:
         for config, implementation in before:
@@ -129,14 +130,3 @@ def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
         for config in configs.values()
         if hasattr(config, "_experts_implementation")
     ]
-
-
-def _models(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost transformers models in a module."""
-    from transformers import PreTrainedModel
-
-    if isinstance(model, PreTrainedModel):
-        yield model
-        return
-    for child in model.children():
-        yield from _models(child)
