@@ -64,7 +64,7 @@ class PackedFiles:
         device: torch.device,
         config: dict[str, Any] | None = None,  # of the quant_method
     ) -> None:
-        self.files, self.source, self._dtype, self._device = files, files.source, dtype, device
+        self.files, self.source, self.dtype, self.device = files, files.source, dtype, device
         self.configure(config or {})
         self._parts = self.find(files.names())
 
@@ -102,7 +102,7 @@ class PackedFiles:
         """The tensor on the CPU, or what is packed in it, decoded on the device."""
         if name not in self._parts:
             return self.files.read(name)
-        return self.packed(name).decode(self._dtype, self._device)
+        return self.packed(name).decode(self.dtype, self.device)
 
 
 class BitsAndBytes(PackedFiles):

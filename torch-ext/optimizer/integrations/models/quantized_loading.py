@@ -160,7 +160,7 @@ def load_quantized(
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
             matrices = _matrices(files, model, device, dtype)
-            loaded = _read(matrices, model, device, dtype, wanted, strategy)
+            loaded = _read(matrices, model, wanted, strategy)
     _tie(model, files, loaded)
     _load_generation_config(files, model)
     use_in_transformers(model)
@@ -230,18 +230,11 @@ def _matrices(
     return matrices
 
 
-def _read(
-    files: PackedFiles,
-    model: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    wanted: dict[str, Any],
-    strategy: str,
-) -> set[str]:
+def _read(files: PackedFiles, model: nn.Module, wanted: dict[str, Any], strategy: str) -> set[str]:
     """Read what from_pretrained reads, and pack the experts on the way; the names that came."""
-    dense = _Dense(files, model, device, dtype)
+    dense = _Dense(files, model, files.device, files.dtype)
     places = {name: (experts, target) for name, experts, target in stacks(model)}
-    options = {"device": device, "strategy": strategy}
+    options = {"device": files.device, "strategy": strategy}
     for source in dense.names.sources(files.names()):
         if source.name in places:
             experts, target = places[source.name]
