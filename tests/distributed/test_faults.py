@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .._compare import fail_at
-from ._cases import bits, device, mesh_of, placement
+from ._cases import bits, device, held_like, local, mesh_of, spread
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
 from .test_partition import (
@@ -24,8 +23,6 @@ from .test_partition import (
     assert_as_alone,
     give,
     gradients,
-    held_like,
-    local,
     message_of,
     module_of,
     placed,
@@ -69,7 +66,7 @@ def report_alone(opt: Any) -> tuple[int, timedelta | None]:
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("copies", "shards"))  # rank 2 is not on it
     if rank == 2:
         return 0, None
-    params = placed(plain_params(), mesh, [Replicate(), Shard(0)])
+    params = placed(plain_params(), mesh, "R", "S0")
     optimizer = opt.Muon(params)
     lines = len(optimizer.report(verbose=True).splitlines()) if rank == 1 else 0
     advance(optimizer, params, 0)
@@ -130,7 +127,7 @@ def test_statistics_wider_than_what_travels_are_refused(opt: Any, held, narrow) 
         call = partial(opt.MuonAdamW, [{"params": params, **options}], gradients="unreduced")
     else:
         mesh = mesh_of((distributed.get_world_size(),))
-        params = placed(params, mesh, [placement("S0" if held == "sharded" else "R")])
+        params = placed(params, mesh, "S0" if held == "sharded" else "R")
         optimizer = opt.MuonAdamW([{"params": params, **options}])
         give(params, [gradient.double() for gradient in gradients(params, 0)])
         call = optimizer.step
@@ -175,12 +172,10 @@ class Training:
         )
 
     def placed(self, value: torch.Tensor) -> torch.Tensor:
-        if self.held not in ("FSDP2", "HSDP"):
-            return value.clone()
-        world, copies = distributed.get_world_size(), self.held == "HSDP"
-        mesh = mesh_of((2, world // 2) if copies else (world,))
-        placements = [Replicate(), Shard(0)] if copies else [Shard(0)]
-        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+        world = distributed.get_world_size()
+        if self.held == "FSDP2":
+            return spread(value, mesh_of((world,)), "S0")
+        return spread(value, mesh_of((2, world // 2)), "R", "S0") if self.held == "HSDP" else value
 
     def give(self, step: int) -> None:
         for param, value in zip(self.params, values(1 + step), strict=True):

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from ._arenas import Direct, Later, SharedMemory, Staged
-from ._cases import CASES, Case, bits, device
+from ._cases import CASES, Case, bits, device, local
 from ._ranks import on_ranks
 from .test_faults import CLIP, FAULTY, Training, alone
 from .test_graphs import told
@@ -28,7 +27,6 @@ from .test_partition import (
     assert_as_alone,
     give,
     gradients,
-    local,
     message_of,
     module_of,
     on_all,
@@ -46,11 +44,9 @@ def test_many_ranks_equal_one(opt, world, device) -> None:
     generator = random.Random(200 + world)
     cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 2)]
     with Direct(opt) as counted:
-        compared = compare(opt, cases)
+        compare(opt, cases)
     assert not counted["without"]
-    exchanges = counted["p2p"]
-    assert compared > 4 * len(cases)
-    assert exchanges > 2 * len(cases) or world == 1
+    assert counted["p2p"] > 2 * len(cases) or world == 1
 
 
 @pytest.mark.parametrize("limit", [2**28, 20000])
@@ -294,7 +290,7 @@ def two_teams(opt: Any) -> tuple[str, float]:
         group = distributed.new_group(ranks)
         if rank in ranks:
             mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(ranks))
-            params += placed(plain_params(), mesh, [Shard(0)])
+            params += placed(plain_params(), mesh, "S0")
     with Direct(opt, timeout_ms=TIMEOUT_MS):
         transport.memory = WithoutFirst
         optimizer = opt.Muon(params)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._cases import bits, expected_on, mesh_of, placement
+from ._cases import bits, held_like, local, mesh_of, placed_like, spread
 from ._ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.dist
@@ -37,16 +36,13 @@ def gradients(params, step: int) -> list[torch.Tensor]:
     return [torch.randn(tuple(param.shape), generator=generator) for param in params]
 
 
-def placed(params, mesh, placements) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None))
-        for p in params
-    ]
+def placed(params, mesh, *texts: str) -> list[nn.Parameter]:
+    return [nn.Parameter(spread(param.detach(), mesh, *texts)) for param in params]
 
 
 def on_all(text: str, shapes=SHAPES) -> list[nn.Parameter]:
     """The same parameters placed alike, such as "S0", on one mesh of all ranks."""
-    return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), [placement(text)])
+    return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), text)
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -78,17 +74,7 @@ def outcome(optimizer, params) -> tuple[str, bool]:
 
 def give(params, grads) -> None:
     for param, grad in zip(params, grads, strict=True):
-        if hasattr(param, "placements"):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        param.grad = placed_like(param, grad)
 
 
 def assert_equal_bits(params, expected) -> None:
@@ -111,11 +97,6 @@ def assert_as_alone(opt, params, steps: int, shapes=SHAPES, **options) -> None:
     advance(opt.Muon(alone, **options), alone, *range(steps))
     pairs = zip(params, alone, strict=True)
     assert_equal_bits(params, [held_like(param, one.detach()) for param, one in pairs])
-
-
-def held_like(param, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a whole tensor that is held like a parameter."""
-    return expected_on(whole, param, getattr(param, "device_mesh", None))
 
 
 @contextlib.contextmanager
@@ -151,8 +132,7 @@ def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
     if texts is None:
         params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
     else:
-        mesh = mesh_of(mesh_shape)
-        params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
+        params, arguments = placed(plain_params(), mesh_of(mesh_shape), *texts), {}
     optimizer = opt.Muon(params, **arguments)
     with watched(opt) as watch:
         advance(optimizer, params, 0, 1)
@@ -180,7 +160,7 @@ def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
 
 def strided_group(opt) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = placed(plain_params(), mesh, "S0")
     optimizer = opt.Muon(params)
     with watched(opt) as watch:
         advance(optimizer, params, 0)
@@ -266,20 +246,6 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
         advance(optimizer, params, 0, 1)
     assert_as_alone(opt, params, 2, shapes, distributed=config)
     assert copied == Counter()
-
-
-@on_ranks(3)
-def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
-    params, single = on_all("S0"), plain_params()
-    optimizer, alone = (opt.Muon(of_one, beta2=0.9) for of_one in (params, single))
-    advance(optimizer, params, 0, 1)
-    advance(alone, single, 0, 1)
-    for saved in (optimizer.state_dict(), alone.state_dict()):
-        copies = [nn.Parameter(param.detach().clone()) for param in params]
-        resumed = opt.Muon(copies, beta2=0.9)
-        resumed.load_state_dict(saved)
-        advance(resumed, copies, 2)
-        assert_as_alone(opt, copies, 3, beta2=0.9)
 
 
 @on_ranks(2)

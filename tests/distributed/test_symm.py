@@ -16,16 +16,25 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import distribute_tensor
 
 from ._arenas import Direct, Staged
-from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
+from ._cases import (
+    Case,
+    assert_tensors_equal,
+    bits,
+    device,
+    local,
+    mesh_of,
+    run_alone,
+    run_together,
+    spread,
+)
 from .test_faults import FAULTY, Training
-from .test_graphs import captured
+from .test_graphs import told
 from .test_in_backward import trained
 from .test_low_contention import collectives
 from .test_p2p import assert_told_in_time, fault, messages_between
-from .test_partition import local, message_of, module_of
+from .test_partition import message_of, module_of
 from .test_unreduced import equals_one_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.part("faults")]
@@ -50,19 +59,6 @@ def write_log(name: str, answers: Any) -> None:
         path.write_text(json.dumps(answers, indent=1, default=str))
 
 
-def same_bits(found: dict, expected: dict, mesh: Any, what: str) -> int:
-    compared = 0
-    for name, tensors in expected.items():
-        for key, tensor in tensors.items():
-            one = local(found[name][key])
-            other = local(tensor)
-            if not hasattr(tensor, "to_local"):
-                other = expected_on(tensor, found[name][key], mesh)
-            assert bits(one) == bits(other), f"{what}: {name} {key}"
-            compared += 1
-    return compared
-
-
 def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": 0, "exchanges": 0, "failed": [], "not_alone": []}
     start = time.monotonic()
@@ -70,15 +66,15 @@ def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
         for number, case in enumerate(cases):
             try:
                 with Direct(opt, kept=_KEPT) as counted:
-                    direct, mesh = run_together(opt, case)
+                    direct = run_together(opt, case)
                 found["exchanges"] += counted["p2p"]
                 with Direct(opt, transport="nccl") as counted:
-                    plain, _ = run_together(opt, case)
+                    plain = run_together(opt, case)
                 assert not counted["p2p"], "all-to-all: took p2p"
-                found["compared"] += same_bits(direct, plain, mesh, "all-to-all")
+                found["compared"] += assert_tensors_equal(direct, plain, "all-to-all")
                 if number % 4 == 0:
-                    alone, _ = run_alone(opt, case)
-                    found["compared"] += same_bits(direct, alone, mesh, "one rank")
+                    alone = run_alone(opt, case)
+                    found["compared"] += assert_tensors_equal(direct, alone, "one rank")
             except AssertionError as error:  # others go on with the same exchanges
                 kind = "failed" if "all-to-all" in str(error) else "not_alone"
                 found[kind].append(f"{case}: {error}")
@@ -135,53 +131,21 @@ def test_gradients_leave_in_backward(gpu_ranks, count, pushed, silent) -> None:
         assert (found["in place"] > 4) == (pushed == 0)
 
 
-SHAPES = [(256, 128), (128, 256), (256, 128), (96, 200), (512, 512), (256, 128), (7, 33)]
-
-
-def steady(opt: Any, text: str, wire: torch.dtype, steps: int) -> dict[str, Any]:
-    """Gradients that stay where they are, so that stages are replayed as CUDA graphs."""
-    generator = torch.Generator().manual_seed(1)
-    starts = [torch.randn(shape, generator=generator).to(device()) for shape in SHAPES]
-    mesh = mesh_of((distributed.get_world_size(),))
-
-    def train(place: Any) -> list[nn.Parameter]:
-        params = [nn.Parameter(place(start)) for start in starts]
-        config = opt.DistributedConfig(wire, in_flight_bytes=2**20)
-        optimizer = opt.Muon(params, lr=0.02, distributed=config)
-        noise = torch.Generator().manual_seed(2)
-        for _ in range(steps):
-            for param, start in zip(params, starts, strict=True):
-                grad = place(torch.randn(start.shape, generator=noise).to(device()))
-                if param.grad is None:
-                    param.grad = grad
-                else:
-                    local(param.grad).copy_(local(grad))
-            optimizer.step()
-        optimizer.state_dict()  # reads whether all arrived
-        train.rows = optimizer.comm_report()
-        return params
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(tensor.clone(), mesh, [placement(text)], src_data_rank=None)
-
-    with Staged(opt), captured(opt) as counted, Direct(opt, kept=_KEPT) as direct:
-        together = train(spread)
-    rows = train.rows
-    for index, (one, other) in enumerate(zip(together, train(torch.clone), strict=True)):
-        expected = expected_on(other.detach(), one.detach(), mesh)
-        assert bits(local(one.detach())) == bits(expected), f"{text} {wire}: parameter {index}"
-    return {"replayed": counted["replayed"], "exchanges": direct["p2p"], "rows": rows}
+def replayed(opt: Any, form: str, wire: torch.dtype) -> tuple[int, int]:
+    with Staged(opt), Direct(opt, kept=_KEPT) as direct:
+        counted = told(opt, form, wire)
+    assert not direct["without"]
+    return counted["replayed"], direct["p2p"]
 
 
 @two_or_four()
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("text", ["S0", "S1", "R"])
-def test_replayed_stages(gpu_ranks, count, wire, text) -> None:
-    answers = gpu_ranks(count).run(steady, text, wire, 12)
-    write_log(f"steady-{count}-{text}-{wire}", answers)
-    for answer in answers:
-        assert answer["replayed"] > 20 and answer["exchanges"] > 50
-        assert {row["transport"] for row in answer["rows"]} == {"p2p"}
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_replayed_stages(gpu_ranks, count, wire, form) -> None:
+    answers = gpu_ranks(count).run(replayed, form, wire)
+    write_log(f"replayed-{count}-{form}-{wire}", answers)
+    for stages, exchanges in answers:
+        assert stages > 100 and exchanges > 100
 
 
 @two_or_four()
@@ -190,7 +154,8 @@ def test_low_contention_collectives(gpu_ranks, count) -> None:
     assert min(answers) > 80
 
 
-def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> Any:
+def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000, plan="soak") -> Any:
+    """An arena of all ranks, and what is wrong with their handshake."""
     arena = module_of(opt, "distributed.symmetric.arena")
     memory = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -199,8 +164,7 @@ def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> 
     distributed.barrier()
     buffers, keep = memory.mapped(mine, distributed.group.WORLD)
     made = arena.Arena(rank, buffers, slots, slot_bytes, timeout_ms, keep)
-    assert made.handshake(arena.digest("soak")) is None
-    return made
+    return made, made.handshake(arena.digest(plan))
 
 
 def soak(opt: Any, exchanges: int) -> dict[str, Any]:
@@ -215,7 +179,9 @@ def soak(opt: Any, exchanges: int) -> dict[str, Any]:
             for _ in range(6)
         ]
         pairs, offsets, largest = messages_between(opt, counts, rank)
-        engines.append((p2p.PeerToPeer(arena_of(opt, 3, largest), offsets), pairs))
+        made, wrong = arena_of(opt, 3, largest)
+        assert wrong is None
+        engines.append((p2p.PeerToPeer(made, offsets), pairs))
     outboxes = [
         [torch.empty(g.size, dtype=torch.uint8, device="cuda") for g, _ in pairs]
         for _, pairs in engines
@@ -274,8 +240,7 @@ def traced(opt: Any) -> dict[str, Any]:
 
     mesh = mesh_of((distributed.get_world_size(),))
     starts = [torch.randn((512, 512), device="cuda") for _ in range(8)]
-    place = [placement("S0")]
-    params = [nn.Parameter(distribute_tensor(s, mesh, place, src_data_rank=None)) for s in starts]
+    params = [nn.Parameter(spread(start, mesh, "S0")) for start in starts]
     for param in params:
         param.grad = param.detach().clone()
     exchange, in_place = module_of(opt, "optimizers.sharded.exchange"), []
@@ -326,15 +291,13 @@ def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
     """Steps that go as asked, beside those of the all-to-all; what the last one runs on the GPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    mesh, place = mesh_of((distributed.get_world_size(),)), [placement("S0")]
+    mesh = mesh_of((distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(4)
     starts = [torch.randn((1024, 512), generator=generator).to(device()) for _ in range(24)]
     found: dict[str, Any] = {}
     with Staged(opt):
         for transport in ("nccl", name):
-            params = [
-                nn.Parameter(distribute_tensor(s, mesh, place, src_data_rank=None)) for s in starts
-            ]
+            params = [nn.Parameter(spread(start, mesh, "S0")) for start in starts]
             for param in params:
                 param.grad = param.detach().clone()
             config = opt.DistributedConfig(
@@ -403,7 +366,6 @@ def test_the_others_end_with_an_error_in_time(gpu_ranks, doomed, held, how, numb
 
 def refused(opt: Any) -> list[str]:
     """No memory on one rank; two plans; then all is well."""
-    arena = module_of(opt, "distributed.symmetric.arena")
     symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     found, original = [], symmetric.allocate
 
@@ -422,16 +384,9 @@ def refused(opt: Any) -> list[str]:
         training.give(0)
         training.optimizer.step()
         found.append(message_of(training.optimizer.state_dict))
-    place = torch.device("cuda", torch.cuda.current_device())
-    ranks = distributed.get_world_size()
-    mine = symmetric.allocate(arena.arena_bytes(ranks, 2, 64), place)
+    _, wrong = arena_of(opt, 2, 64, plan="one" if distributed.get_rank() else "another")
     distributed.barrier()
-    buffers, keep = symmetric.mapped(mine, distributed.group.WORLD)
-    made = arena.Arena(distributed.get_rank(), buffers, 2, 64, 20000, keep)
-    plan = "one" if distributed.get_rank() else "another"
-    found.append(str(made.handshake(arena.digest(plan))))
-    distributed.barrier()
-    return found
+    return [*found, str(wrong)]
 
 
 @two_ranks
@@ -445,7 +400,7 @@ def test_no_memory_and_two_plans_are_refused_by_all(gpu_ranks) -> None:
 
 
 def left_out(opt: Any) -> tuple[str, float]:
-    made = arena_of(opt, 2, 64, 1000)
+    made, _ = arena_of(opt, 2, 64, 1000)
     start = time.monotonic()
     if distributed.get_rank() == 0:
         inbox = made.slot(0, 0)

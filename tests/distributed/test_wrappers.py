@@ -31,9 +31,9 @@ from .._compare import assert_error_at_most, assert_same_tensors
 from ..conftest import ROOT
 from ..examples.test_examples import corpus  # noqa: F401 - a fixture
 from ..optimizers._steps import TinyTransformer, language_loss
-from ._cases import bits
+from ._cases import bits, whole
 from ._ranks import on_ranks, same_everywhere
-from .test_partition import message_of, whole
+from .test_partition import message_of
 
 pytestmark = pytest.mark.dist
 
