@@ -259,18 +259,17 @@ def test_state_of_another_placement_is_refused(opt) -> Any:
     return message
 
 
-def logged(opt) -> str:
-    params = on_all("S0")
-    logging.getLogger(opt.__name__).setLevel(logging.WARNING)
-    return opt.Muon(params).report(verbose=True)
+def shared_report(optimizer) -> str:
+    """Its report without the ends of lines: bytes and times, which every rank has of its own."""
+    lines = optimizer.report(verbose=True).splitlines()
+    return "\n".join(re.split(", kernels|; ", line)[0] for line in lines)
 
 
-def test_report_names_owners_and_the_wire(ranks) -> None:
-    texts = ranks(2).run(logged)
-    # Behind that stand bytes and times, which every rank has of its own.
-    shared = [[re.split(", kernels|; ", line)[0] for line in text.splitlines()] for text in texts]
-    text = "\n".join(same_everywhere(shared))
+@on_ranks(2)
+def test_report_names_owners_and_the_wire(opt) -> str:
+    text = shared_report(opt.Muon(on_all("S0")))
     assert "1 x (12, 5) on rank" in text
     assert "| owner rank 0 of 2" in text and "| owner rank 1 of 2" in text
     assert "of 2, float32 on the wire" in text
     assert "6 parameters by muon" in text
+    return text
