@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ._arenas import Direct, Later
+from ._arenas import Direct, arenas_on_threads
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
 from .test_partition import assert_equal_bits, message_of, module_of
@@ -24,16 +24,19 @@ LIMIT = 3 * 4000  # bytes under way: several chunks
 class Hooked(Direct):
     """p2p whose messages leave in backward; counts exchanges and those before the step."""
 
-    def __init__(self, opt: Any, silent: tuple[int, ...] = (), **options: Any) -> None:
-        """`silent`: ranks whose messages leave in the step."""
+    def __init__(
+        self, opt: Any, silent: tuple[int, ...] = (), pushed: int | None = None, **options: Any
+    ) -> None:
+        """`silent`: ranks whose messages leave in the step. `pushed`: PUSHED meanwhile."""
         super().__init__(opt, **options)
         self.silent = distributed.get_rank() in silent
-        self.module = module_of(opt, "optimizers.sharded.in_backward").InBackward
+        self.hooks = module_of(opt, "optimizers.sharded.in_backward").InBackward
         self.scatter = module_of(opt, "optimizers.sharded.reduce_scatter")
+        self.pushed = self.scatter.PUSHED if pushed is None else pushed
 
     def __enter__(self) -> Any:
         counted = super().__enter__()
-        send, drop, _ = self.kept = self.module._send, self.module._drop, self.scatter.PUSHED
+        send, drop = self.hooks._send, self.hooks._drop
 
         def counted_send(here: Any) -> None:
             if not self.silent:
@@ -45,12 +48,10 @@ class Hooked(Direct):
             counted["dropped"] += 1
             drop(here)
 
-        self.module._send, self.module._drop = counted_send, counted_drop
+        self.patch.setattr(self.hooks, "_send", counted_send)
+        self.patch.setattr(self.hooks, "_drop", counted_drop)
+        self.patch.setattr(self.scatter, "PUSHED", self.pushed)
         return counted
-
-    def __exit__(self, *error: object) -> None:
-        self.module._send, self.module._drop, self.scatter.PUSHED = self.kept
-        super().__exit__(*error)
 
 
 def made(opt: Any, backwards: int, **options: Any) -> tuple[Any, list[nn.Parameter]]:
@@ -103,8 +104,7 @@ def trained(
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
 
-    with Hooked(opt, silent) as counted:
-        module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
+    with Hooked(opt, silent, pushed) as counted:
         optimizer, params = made(opt, backwards)
         steps(optimizer, params)
         optimizer.state_dict()
@@ -182,8 +182,7 @@ def at_random(opt: Any, seed: int) -> int:
         config = opt.DistributedConfig(reduce_in_backward=early, **limits)
         optimizer = opt.DistMuonAdamW(listed, distributed=config)
         noise.manual_seed(seed + 1 + distributed.get_rank())
-        with Hooked(opt) as counted:
-            module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
+        with Hooked(opt, pushed=pushed) as counted:
             for step in range(4):
                 for _ in range(backwards):
                     weights = [torch.randn(p.shape, generator=noise).to(dtype) for p in params]
@@ -207,7 +206,7 @@ def test_some_ranks_send_in_the_step(opt, world, pushed) -> None:
 
     Threads stand for streams here; test_symm.py has the streams of GPUs.
     """
-    with Later(opt, pushed):
+    with arenas_on_threads(opt, pushed):
         trained(opt, 1, 1, True, pushed, silent=(1,))
 
 
@@ -314,7 +313,7 @@ def test_what_may_not_leave_in_backward_goes_in_the_step(opt, why) -> None:
     """Scales of float16 travel outside of exchanges; a frozen parameter has no hook."""
     wire = torch.float16 if why == "float16" else None
     frozen = (0, 1, 5) if why == "frozen" else ()
-    with said_once(opt) as said, Later(opt, 3), Hooked(opt, (1,)) as counted:
+    with said_once(opt) as said, arenas_on_threads(opt, 3), Hooked(opt, (1,)) as counted:
         results = []
         for backwards in (1, 0):
             optimizer, params = made(opt, backwards, wire_dtype=wire)

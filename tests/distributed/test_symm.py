@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ._arenas import Direct, Staged
+from ._arenas import Direct, staged
 from ._cases import (
     Case,
     assert_tensors_equal,
@@ -62,7 +62,7 @@ def write_log(name: str, answers: Any) -> None:
 def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
     found: dict[str, Any] = {"compared": 0, "exchanges": 0, "failed": [], "not_alone": []}
     start = time.monotonic()
-    with Staged(opt):
+    with staged(opt):
         for number, case in enumerate(cases):
             try:
                 with Direct(opt, kept=_KEPT) as counted:
@@ -102,7 +102,7 @@ def test_cases_have_the_bits_of_the_all_to_all(gpu_ranks, record_property, count
 
 
 def unreduced_direct(opt: Any, limit: int) -> int:
-    with Staged(opt), Direct(opt, kept=_KEPT) as counted:
+    with staged(opt), Direct(opt, kept=_KEPT) as counted:
         equals_one_rank(opt, "sum", limit)
     return counted["p2p"]
 
@@ -114,7 +114,7 @@ def test_unreduced_gradients(gpu_ranks, count, limit) -> None:
 
 
 def in_backward(opt: Any, pushed: int, silent: tuple[int, ...]) -> None:
-    with Staged(opt):
+    with staged(opt):
         trained(opt, 1, 1, True, pushed, silent)
 
 
@@ -130,7 +130,7 @@ def test_gradients_leave_in_backward(gpu_ranks, count, pushed, silent) -> None:
 
 
 def replayed(opt: Any, form: str, wire: torch.dtype) -> tuple[int, int]:
-    with Staged(opt), Direct(opt, kept=_KEPT) as direct:
+    with staged(opt), Direct(opt, kept=_KEPT) as direct:
         counted = told(opt, form, wire)
     assert not direct["without"]
     return counted["replayed"], direct["p2p"]
@@ -250,7 +250,7 @@ def traced(opt: Any) -> dict[str, Any]:
         in_place.append(made.data_ptr() == inbox.data_ptr())
         return made
 
-    with pytest.MonkeyPatch.context() as patch, Staged(opt), Direct(opt, kept=_KEPT) as counted:
+    with pytest.MonkeyPatch.context() as patch, staged(opt), Direct(opt, kept=_KEPT) as counted:
         patch.setattr(exchange, "batch_of", batch)
         patch.setattr(arena, "zeros_unless_alive", lambda *of: (looks.append(of), look(*of)))
         optimizer = opt.Muon(params, distributed=opt.DistributedConfig(cuda_graphs=False))
@@ -293,7 +293,7 @@ def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(4)
     starts = [torch.randn((1024, 512), generator=generator).to(device()) for _ in range(24)]
     found: dict[str, Any] = {}
-    with Staged(opt):
+    with staged(opt):
         for transport in ("nccl", name):
             params = [nn.Parameter(spread(start, mesh, "S0")) for start in starts]
             for param in params:
@@ -370,7 +370,7 @@ def refused(opt: Any) -> list[str]:
     def allocate(size: int, where: torch.device) -> torch.Tensor:
         return original(2**46 if distributed.get_rank() == FAULTY else size, where)
 
-    with Staged(opt), Direct(opt):
+    with staged(opt), Direct(opt):
         symmetric.allocate = staticmethod(allocate)
         try:
             training = Training(opt, "FSDP2")
