@@ -10,6 +10,8 @@ import os
 import random
 import time
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +233,19 @@ def test_a_soak_of_two_arenas(gpu_ranks, record_property, count) -> None:
     assert [answer["wrong"] for answer in answers] == [0] * count
 
 
-def traced(opt: Any) -> dict[str, Any]:
-    """What runs on the device in a step, by name."""
+def run_on_the_device(call: Callable[[], Any]) -> Counter[str]:
+    """What a call runs there, by name."""
     from torch.profiler import ProfilerActivity, profile
 
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return Counter(event.name for event in trace.events() if event.device_type == on_device)
+
+
+def traced(opt: Any) -> dict[str, Any]:
+    """What runs on the device in a step, by name."""
     mesh = mesh_of((distributed.get_world_size(),))
     starts = [torch.randn((512, 512), device="cuda") for _ in range(8)]
     params = [nn.Parameter(spread(start, mesh, "S0")) for start in starts]
@@ -258,14 +269,8 @@ def traced(opt: Any) -> dict[str, Any]:
         before = counted["p2p"]
         looks.clear()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            optimizer.step()
-            torch.cuda.synchronize()
+        names = run_on_the_device(optimizer.step)
         exchanges = counted["p2p"] - before
-    names: dict[str, int] = {}
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            names[event.name] = names.get(event.name, 0) + 1
     found = {"names": names, "exchanges": exchanges, "looks": len(looks), "in place": in_place}
     return found | {"rows": optimizer.comm_report()}
 
@@ -286,8 +291,6 @@ def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
 
 def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
     """Steps that go as asked, beside those of the all-to-all; what the last one runs on the GPU."""
-    from torch.profiler import ProfilerActivity, profile
-
     mesh = mesh_of((distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(4)
     starts = [torch.randn((1024, 512), generator=generator).to(device()) for _ in range(24)]
@@ -303,15 +306,11 @@ def by_transport(opt: Any, name: str, strict: bool) -> dict[str, Any]:
             optimizer = opt.Muon(params, lr=0.02, distributed=config)
             for _ in range(3):
                 optimizer.step()
-            with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                optimizer.step()
-                torch.cuda.synchronize()
+            found["names"] = [*run_on_the_device(optimizer.step)]
             optimizer.state_dict()
             found["rows"] = optimizer.comm_report()
             found[transport] = [bits(local(param.detach())) for param in params]
-    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    same = found.pop("nccl") == found.pop(name, None)
-    return found | {"same": same, "names": sorted({event.name for event in events})}
+    return found | {"same": found.pop("nccl") == found.pop(name)}
 
 
 @two_or_four()
