@@ -92,7 +92,8 @@ class Direct:
             self.before(self.counted["p2p"])
             done = real_exchange(engine, *arguments)
             self.counted["barriers"] = engine.barriers
-            self.counted["without"] = max(self.counted["without"], len(engine.without))
+            without = sum(kept.without for kept in engine._kept.values())
+            self.counted["without"] = max(self.counted["without"], without)
             return done
 
         def transport_of(group):
