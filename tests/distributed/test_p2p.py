@@ -308,10 +308,10 @@ def test_all_teams_are_settled_before_one_raises(doomed) -> None:
 
 @pytest.mark.parametrize(("text", "world"), [("S0", 2), ("S0", 3), ("S1", 2)])
 @on_ranks()
-def test_rows_are_not_put_together_on_the_way_to_an_owner(opt, text, world) -> None:
+def test_nothing_is_put_together_on_the_way_to_an_owner(opt, text, world) -> None:
     """One copy and one signal per rank, the own rows, and no copy of the batch behind them.
 
-    Of a step of matrices of which each owner has two in a chunk. Columns are put together.
+    Of rows, in a step in which each owner has two matrices in a chunk; columns are put together.
     """
     arena = module_of(opt, "distributed.symmetric.arena")
     exchange = module_of(opt, "optimizers.sharded.exchange")
