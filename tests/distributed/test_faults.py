@@ -195,7 +195,14 @@ def alone(opt: Any, steps: int) -> Training:
     return training
 
 
-def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
+def assert_answered(outcomes: list[tuple[bool, Any]], *, but_faulty: bool) -> None:
+    """Every rank came to its end, or every one but FAULTY, which is gone."""
+    for rank, (answered, value) in enumerate(outcomes):
+        assert answered != (but_faulty and rank == FAULTY), value
+
+
+def fail_midway(opt: Any, held: str, how: str) -> None:
+    """An error on every rank in time; every parameter is old or new then."""
     training = Training(opt, held, none_grad=True)
     either = [*zip(training.bits(), training.bits_of(alone(opt, 1)), strict=True)]
     saved = training.optimizer.state_dict()
@@ -219,8 +226,12 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
     training.give(1)
     again = message_of(training.optimizer.step)
     training.optimizer.load_state_dict(saved)
-    whole = all(found in both for found, both in zip(training.bits(), either, strict=True))
-    return first, again, whole, seconds
+    assert all(found in both for found, both in zip(training.bits(), either, strict=True))
+    assert first != "none"
+    if distributed.get_rank() == FAULTY:
+        assert first == "OutOfMemoryError: no room for this chunk"
+    assert "an earlier step failed midway" in again
+    assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
 
 
 @pytest.mark.parametrize(
@@ -229,18 +240,7 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 )
 def test_the_others_end_with_an_error_in_time(doomed, held, how) -> None:
     outcomes = doomed(HELD[held][0]).outcomes(fail_midway, held, how, timeout=120)
-    for rank, (answered, value) in enumerate(outcomes):
-        if rank == FAULTY and how == "killed":
-            assert not answered
-            continue
-        assert answered, value
-        first, again, whole, seconds = value
-        assert first != "none"
-        if rank == FAULTY:
-            assert first == "OutOfMemoryError: no room for this chunk"
-        assert "an earlier step failed midway" in again
-        assert whole, f"a parameter of rank {rank} is neither old nor new"
-        assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
+    assert_answered(outcomes, but_faulty=how == "killed")
 
 
 @pytest.mark.parametrize(("held", "world"), [(held, of[0]) for held, of in HELD.items()])
@@ -275,7 +275,7 @@ def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(opt, held, wor
 CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}
 
 
-def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
+def die_in_largest_logits(opt: Any, held: str, folder: Path) -> None:
     """One rank fails before it says which logits it has."""
     params = plain_params([(8, 6), (8, 6)])
     names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
@@ -297,17 +297,14 @@ def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
     messages = [heard, message_of(optimizer.step), message_of(optimizer.state_dict)]
     messages.append(message_of(lambda: opt.save_optimizer(optimizer, folder / str(rank))))
     optimizer.load_state_dict(saved)
-    return messages
+    heard, *later = messages
+    assert ("KeyboardInterrupt" in heard) == (rank == FAULTY) and heard != "none"
+    assert all("an earlier step failed midway" in message for message in later), later
 
 
 @pytest.mark.parametrize("held", ["replicated", "unreduced"])
 def test_a_rank_that_fails_in_the_clip_stops_the_others(doomed, held, tmp_path) -> None:
     """They do not go on unclipped, and no rank saves what was not clipped."""
     outcomes = doomed(2).outcomes(die_in_largest_logits, held, tmp_path, timeout=120)
-    for rank, (answered, messages) in enumerate(outcomes):
-        assert answered, messages
-        heard, *later = messages
-        assert ("KeyboardInterrupt" in heard) == (rank == FAULTY)
-        assert heard != "none"
-        assert all("an earlier step failed midway" in message for message in later), later
+    assert_answered(outcomes, but_faulty=False)
     assert not [*tmp_path.iterdir()]
