@@ -1,5 +1,6 @@
 """p2p without a GPU: arenas in memory that processes of one machine, or threads of one, share."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -8,11 +9,12 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -76,20 +78,22 @@ class Direct:
         self.before, self.kept, self.counted = before, kept, Counter()
 
     def __enter__(self) -> Counter[str]:
-        self.originals = self.transport.memory, self.transport.settle, self.engine.exchange
+        self.patch = pytest.MonkeyPatch()
+        real_settle, real_exchange = self.transport.settle, self.engine.exchange
         if os.environ["RANKS_DEVICE"] == "cpu":
-            self.transport.memory = SharedMemory
+            self.patch.setattr(self.transport, "memory", SharedMemory)
 
         def settle(transport, traffic, options, *, together):
             options = dataclasses.replace(options, **self.options)
-            return self.originals[1](transport, traffic, options, together=together)
+            return real_settle(transport, traffic, options, together=together)
 
         def exchange(engine, *arguments):
             self.counted["p2p"] += 1
             self.before(self.counted["p2p"])
-            done = self.originals[2](engine, *arguments)
+            done = real_exchange(engine, *arguments)
             self.counted["barriers"] = engine.barriers
-            self.counted["without"] = max(self.counted["without"], len(engine.without))
+            without = sum(kept.without for kept in engine._kept.values())
+            self.counted["without"] = max(self.counted["without"], without)
             return done
 
         def transport_of(group):
@@ -98,103 +102,89 @@ class Direct:
                 self.kept[ranks] = self.transport(group)
             return self.kept[ranks]
 
-        self.transport.settle, self.engine.exchange = settle, exchange
+        self.patch.setattr(self.transport, "settle", settle)
+        self.patch.setattr(self.engine, "exchange", exchange)
         if self.kept is not None:
-            self.team.GroupTransport = transport_of
+            self.patch.setattr(self.team, "GroupTransport", transport_of)
         return self.counted
 
     def __exit__(self, *error: object) -> None:
-        self.transport.memory, self.transport.settle, self.engine.exchange = self.originals
-        self.team.GroupTransport = self.transport
+        self.patch.undo()
 
 
-class Later:
+@contextlib.contextmanager
+def arenas_on_threads(opt: Any, seed: int) -> Iterator[None]:
     """On CPUs every arena exchanges on a thread meanwhile, as it does on a stream on GPUs.
 
     Nobody waits for another rank before he must, and some exchanges are late, so that what is read
     or written too early shows in the bits.
     """
+    module = module_of(opt, "distributed.symmetric.arena")
+    arena, done = module.Arena, module.Done
+    dice, threads = random.Random(seed + distributed.get_rank()), {}
 
-    def __init__(self, opt: Any, seed: int) -> None:
-        module = module_of(opt, "distributed.symmetric.arena")
-        self.arena, self.done = module.Arena, module.Done
-        self.dice = random.Random(seed + distributed.get_rank())
+    def on_thread(one: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+        if one not in threads:
+            threads[one], one._seen = ThreadPoolExecutor(1), one._status.clone()
+        return threads[one].submit(call, *arguments)
 
-    def __enter__(self) -> None:
-        arena, dice = self.arena, self.dice
-        names = "exchange", "order", "note_status", "late_rank"
-        self.kept = [(arena, name, getattr(arena, name)) for name in names]
-        self.kept.append((self.done, "wait", self.done.wait))
-        self.threads = threads = {}
+    @torch.no_grad()
+    def run(one: Any, pause: float, arguments: tuple[Any, ...]) -> None:
+        time.sleep(pause)
+        one._exchange(*arguments)
 
-        def on_thread(one: Any, call: Callable[..., Any], *arguments: Any) -> Any:
-            if one not in threads:
-                threads[one], one._seen = ThreadPoolExecutor(1), one._status.clone()
-            return threads[one].submit(call, *arguments)
+    def exchange(one: Any, targets, sources, own, arriving, timed=None) -> Any:
+        one.launched += 1
+        given = [*targets], [*sources], own, arriving, timed
+        pause = dice.choice((0, 0, 0.003))
+        return done(on_thread(one, run, copy.copy(one), pause, given))
 
-        @torch.no_grad()
-        def run(one: Any, pause: float, arguments: tuple[Any, ...]) -> None:
-            time.sleep(pause)
-            one._exchange(*arguments)
+    def note_status(one: Any) -> None:
+        one._noted = on_thread(one, lambda: one._seen.copy_(one._status))
 
-        def exchange(one: Any, targets, sources, own, arriving, timed=None) -> Any:
-            one.launched += 1
-            given = [*targets], [*sources], own, arriving, timed
-            pause = dice.choice((0, 0, 0.003))
-            return self.done(on_thread(one, run, copy.copy(one), pause, given))
+    def late_rank(one: Any) -> int | None:
+        if one._noted is None:
+            one.note_status()
+        noted, one._noted = one._noted, None
+        noted.result()
+        return one.noted_late_rank()
 
-        def note_status(one: Any) -> None:
-            one._noted = on_thread(one, lambda: one._seen.copy_(one._status))
-
-        def late_rank(one: Any) -> int | None:
-            if one._noted is None:
-                one.note_status()
-            noted, one._noted = one._noted, None
-            noted.result()
-            return one.noted_late_rank()
-
-        arena.exchange, arena.note_status, arena.late_rank = exchange, note_status, late_rank
-        arena.order = lambda one: on_thread(one, int).result()
-        self.done.wait = lambda done: done.event and done.event.result()
-
-    def __exit__(self, *error: object) -> None:
-        for owner, name, method in self.kept:
-            setattr(owner, name, method)
-        for thread in self.threads.values():
-            thread.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "exchange", exchange)
+        patch.setattr(arena, "note_status", note_status)
+        patch.setattr(arena, "late_rank", late_rank)
+        patch.setattr(arena, "order", lambda one: on_thread(one, int).result())
+        patch.setattr(done, "wait", lambda one: one.event and one.event.result())
+        yield
+    for thread in threads.values():
+        thread.shutdown()
 
 
-class Staged:
+@contextlib.contextmanager
+def staged(opt: Any) -> Iterator[None]:
     """Collectives of gloo that take no CUDA tensors go through host memory meanwhile."""
+    module = module_of(opt, "distributed.transport")
+    collectives, future = module.AllToAll, module.Future
+    real = collectives.exchange, collectives.collect, collectives._reduce
 
-    def __init__(self, opt: Any) -> None:
-        module = module_of(opt, "distributed.transport")
-        self.collectives, self.future = module.AllToAll, module.Future
+    def exchange(transport, going, outbox, coming, inbox):
+        there = torch.empty(inbox.shape, dtype=inbox.dtype)
+        real[0](transport, going, outbox.cpu(), coming, there).wait()
+        return future(inbox.copy_(there))
 
-    def __enter__(self) -> None:
-        collectives = self.collectives
-        self.originals = collectives.exchange, collectives.collect, collectives._reduce
-        if os.environ["RANKS_DEVICE"] == "cpu" or distributed.get_backend() != "gloo":
-            return
+    def collect(transport, values, found):
+        there = torch.empty(found.shape, dtype=found.dtype)
+        real[1](transport, values.cpu(), there).wait()
+        return future(found.copy_(there))
 
-        def exchange(transport, going, outbox, coming, inbox):
-            there = torch.empty(inbox.shape, dtype=inbox.dtype)
-            self.originals[0](transport, going, outbox.cpu(), coming, there).wait()
-            return self.future(inbox.copy_(there))
+    def reduce(transport, values, op):
+        there = values.cpu()
+        real[2](transport, there, op).wait()
+        return future(values.copy_(there))
 
-        def collect(transport, values, found):
-            there = torch.empty(found.shape, dtype=found.dtype)
-            self.originals[1](transport, values.cpu(), there).wait()
-            return self.future(found.copy_(there))
-
-        def reduce(transport, values, op):
-            there = values.cpu()
-            self.originals[2](transport, there, op).wait()
-            return self.future(values.copy_(there))
-
-        collectives.exchange, collectives.collect = exchange, collect
-        collectives._reduce = reduce
-
-    def __exit__(self, *error: object) -> None:
-        collectives = self.collectives
-        collectives.exchange, collectives.collect, collectives._reduce = self.originals
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANKS_DEVICE"] != "cpu" and distributed.get_backend() == "gloo":
+            patch.setattr(collectives, "exchange", exchange)
+            patch.setattr(collectives, "collect", collect)
+            patch.setattr(collectives, "_reduce", reduce)
+        yield

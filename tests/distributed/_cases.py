@@ -122,6 +122,16 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, for which all ranks ask; any other tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def values_of(case: Case) -> dict[str, list[Tensor]]:
     """Per name the parameter and the gradients of all steps."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -173,12 +183,12 @@ def tensors_of(optimizer: Any, params: dict[str, nn.Parameter]) -> dict[str, dic
     }
 
 
-def run_alone(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], tuple[str, ...]]:
+def run_alone(opt: Any, case: Case) -> dict[str, dict[str, Tensor]]:
     """The case with plain tensors on one rank."""
     params = {name: nn.Parameter(value[0].clone()) for name, value in values_of(case).items()}
     optimizer = optimizer_of(opt, case, params)
     train(case, optimizer, params, lambda name, grad: grad.clone())
-    return tensors_of(optimizer, params), case.names
+    return tensors_of(optimizer, params)
 
 
 @functools.cache
@@ -187,18 +197,26 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
     return init_device_mesh(device(), shape)
 
 
-def run_together(
-    opt: Any, case: Case, *, offload: bool = False
-) -> tuple[dict[str, dict[str, Tensor]], Any]:
+def spread(tensor: Tensor, mesh: Any, *texts: str) -> Tensor:
+    """A tensor that every rank has whole, with a placement such as "S0" per mesh dimension."""
+    placements = [placement(text) for text in texts]
+    return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+
+
+def placed_like(param: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that every rank has whole, as a parameter is held."""
+    if not hasattr(param, "placements"):
+        return tensor
+    return distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def run_together(opt: Any, case: Case, *, offload: bool = False) -> dict[str, dict[str, Tensor]]:
     """The case with DTensors on all ranks, their state in host memory if asked for."""
     mesh = mesh_of(case.mesh)
-    placements = {
-        name: [placement(text) for text in texts]
-        for name, texts in zip(case.names, case.placements, strict=True)
-    }
+    places = dict(zip(case.names, case.placements, strict=True))
 
     def place(name: str, tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor.clone(), mesh, placements[name], src_data_rank=None)
+        return spread(tensor, mesh, *places[name])
 
     params = {name: nn.Parameter(place(name, value[0])) for name, value in values_of(case).items()}
     optimizer = optimizer_of(opt, case, params)
@@ -206,12 +224,26 @@ def run_together(
         optimizer.turn_on_cpu_offload()
     train(case, optimizer, params, place)
     optimizer.turn_off_cpu_offload()
-    return tensors_of(optimizer, params), mesh
+    return tensors_of(optimizer, params)
 
 
-def expected_on(whole: Tensor, placed: Any, mesh: Any) -> Tensor:
-    """What a rank must hold of a whole tensor, if another one is placed like it."""
-    if not hasattr(placed, "placements"):
-        return whole
+def held_like(placed: Tensor, whole: Tensor) -> Tensor:
+    """What this rank has of a whole tensor that is placed like another one."""
     assert tuple(placed.shape) == tuple(whole.shape)
-    return distribute_tensor(whole, mesh, placed.placements, src_data_rank=None).to_local()
+    return local(placed_like(placed, whole))
+
+
+def assert_tensors_equal(
+    found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]], what: str
+) -> int:
+    """The same bits, of what is whole or placed alike; returns how many tensors were compared."""
+    compared = 0
+    for name, tensors in found.items():
+        for key, tensor in tensors.items():
+            here, other = local(tensor), expected[name][key]
+            other = local(other) if hasattr(other, "to_local") else held_like(tensor, other)
+            assert here.shape == other.shape, f"{what}: {name} {key}"
+            difference = (here - other).abs().amax() if here.numel() else 0
+            assert bits(here) == bits(other), f"{what}: {name} {key} by {difference}"
+            compared += 1
+    return compared

@@ -27,6 +27,12 @@ def harness(name: str):
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
+def steps_of(opt):
+    """The benchmark of steps, and the package as it takes it."""
+    built = harness("harness.built_package").Built(opt, "0" * 40, True)
+    return harness("harness.optimizer_step.several_gpus"), built
+
+
 def table(
     opt, out: Path, end: float | None = None, name: str = "optimizer_step"
 ) -> tuple[int, str]:
@@ -65,11 +71,10 @@ def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
 @on_ranks(2)
 def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
     """Updates of one owner that are too long by a hundredth, rows of one that are off a little."""
-    step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.built_package").Built(opt, "0" * 40, True)
+    step, built = steps_of(opt)
     module = module_of(opt, name)
     original = getattr(module, target)
-    with step.joined("cpu") as here:
+    with step.joined("cpu") as here, pytest.MonkeyPatch.context() as patch:
 
         def wrong(first, *arguments, **options):
             result = original(first, *arguments, **options)
@@ -79,19 +84,15 @@ def test_the_gate_finds_wrong_updates(opt, form, name, target) -> None:
                 first[0].add_(1e-5)
             return result
 
-        setattr(module, target, wrong)
-        try:
-            row, line = step.measure(step.Problem("tiny", form), built, here, rounds=1)
-        finally:
-            setattr(module, target, original)
+        patch.setattr(module, target, wrong)
+        row, line = step.measure(step.Problem("tiny", form), built, here, rounds=1)
     assert not row.ok
     assert "WRONG RESULTS, not timed" in line
 
 
 @on_ranks(2)
 def test_the_baseline_reduces_gradients_of_its_own(opt) -> list[float]:
-    step = harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.built_package").Built(opt, "0" * 40, True)
+    step, built = steps_of(opt)
     with step.joined("cpu") as here:
         case = step.RankCase(step.Problem("tiny", "unreduced-fp32"), built, here)
         total = case.matrices[0].grad.clone()
@@ -124,8 +125,7 @@ def test_every_row_of_transports_is_measured_both_ways(ranks, tmp_path) -> None:
 
 def wrong_link(opt, how: str) -> list[tuple[bool, str]]:
     """Rows of a transport that moves other bytes, or cannot be had."""
-    transports, step = harness("harness.transports"), harness("harness.optimizer_step.several_gpus")
-    built = harness("harness.built_package").Built(opt, "0" * 40, True)
+    transports, (step, built) = harness("harness.transports"), steps_of(opt)
     module = module_of(opt, "distributed.transport").GroupTransport
     engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
     exchange = engine.exchange

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ._cases import mesh_of, placement
-from ._ranks import on_ranks, same_everywhere
+from ._cases import mesh_of, placed_like, spread
+from ._ranks import on_ranks
 from .test_partition import assert_equal_bits, module_of, outcome, watched
 from .test_saving import answers_that_come_later
 
@@ -34,11 +33,10 @@ def parameters(held: str, matrices=SHAPES, others=OTHERS) -> tuple[list, list]:
         value = torch.randn(shape, generator=generator)
         if held in ("process_group", "unreduced"):
             return nn.Parameter(value)
-        texts = ["R", "S0"] if held == "HSDP" else [held]
         world = here()[1]
-        mesh = mesh_of((2, world // 2) if held == "HSDP" else (world,))
-        placements = [placement(text) for text in texts]
-        return nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
+        if held == "HSDP":
+            return nn.Parameter(spread(value, mesh_of((2, world // 2)), "R", "S0"))
+        return nn.Parameter(spread(value, mesh_of((world,)), held))
 
     return [made(shape) for shape in matrices], [made(shape) for shape in others]
 
@@ -64,47 +62,36 @@ def give(held: str, params, step: int) -> None:
     for index, param in enumerate(params):
         rank = here()[0] if held == "unreduced" else 0
         generator = torch.Generator().manual_seed(1000 * rank + 100 * step + index)
-        grad = torch.randn(tuple(param.shape), generator=generator)
-        if hasattr(param, "placements"):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
-
-
-def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tuple[str, bool]]:
-    optimizer, params = made(opt, held, matrices, others)
-    give(held, params, 0)
-    optimizer.step()
-    give(held, params, 1)
-    if here()[0] == FAULTY:
-        params[which].grad = None
-    message, written = outcome(optimizer, params)
-    give(held, params, 1)
-    after = outcome(optimizer, params)
-    twin, others = made(opt, held, matrices, others)  # without the step that was refused
-    for step in range(2):
-        give(held, others, step)
-        twin.step()
-    assert_equal_bits(params, others)
-    return message, written, after
+        param.grad = placed_like(param, torch.randn(tuple(param.shape), generator=generator))
 
 
 @pytest.mark.sees_defect("ranks with different gradients make different plans and hang")
 @pytest.mark.parametrize("matrices", [SHAPES, []], ids=["matrices", "none"])
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
-def test_a_gradient_that_one_rank_misses_is_an_error_on_all(ranks, held, world, matrices) -> None:
+@on_ranks()
+def test_a_gradient_that_one_rank_misses_is_an_error_on_all(opt, held, world, matrices) -> None:
     """Nothing is written, and the next step goes on; for a matrix as for AdamW's parameters.
 
     Without any matrix there is no exchange to ask in but the question.
     """
     places = [(0, 2), *((1, number) for number in range(len(OTHERS)))] if matrices else [(0, 0)]
     for group, which in places:
-        index = which + group * len(SHAPES)
-        message, written, after = same_everywhere(
-            ranks(world).run(missing, held, matrices, OTHERS, index)
-        )
+        optimizer, params = made(opt, held, matrices)
+        give(held, params, 0)
+        optimizer.step()
+        give(held, params, 1)
+        if here()[0] == FAULTY:
+            params[which + group * len(SHAPES)].grad = None
+        message, written = outcome(optimizer, params)
         assert f"have gradients: group {group}, parameter {which}. Give zeros" in message
         assert not written
-        assert after == ("none", True)
+        give(held, params, 1)
+        assert outcome(optimizer, params) == ("none", True)
+        twin, others = made(opt, held, matrices)  # without the step that was refused
+        for step in range(2):
+            give(held, others, step)
+            twin.step()
+        assert_equal_bits(params, others)
 
 
 @pytest.mark.sees_defect(
@@ -121,12 +108,7 @@ def test_the_answer_of_every_team_counts(opt) -> Any:
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
-    norms = [
-        nn.Parameter(
-            distribute_tensor(torch.ones(7), mesh["data"], [Replicate()], src_data_rank=None)
-        )
-        for _ in range(2)
-    ]
+    norms = [nn.Parameter(spread(torch.ones(7), mesh["data"], "R")) for _ in range(2)]
     optimizer = optimizer_of(opt, "HSDP", matrices, norms)
     params, found, odd = [*matrices, *norms], [], here()[0] >= 2  # one rank of both halves
     with pytest.MonkeyPatch.context() as patch:
@@ -162,34 +144,22 @@ def test_each_of_many_parameters_is_named(opt) -> str:
     return message
 
 
-def experts(opt, names: list[str] | None) -> str:
-    mesh = mesh_of((here()[1],))
-
-    matrix, bias = (
-        nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None))
-        for shape in ((4, 6, 5), (4, 6))
-    )
-    expert_keys = None if names is None else ("experts",)
-    groups = [
-        {"kind": "muon", "params": [matrix], "lr": 0.1, "expert_keys": expert_keys},
-        {"kind": "adamw", "params": [bias], "lr": 0.1},
-    ]
-    for group, name in zip(groups, names or (), strict=False):
-        group["names"] = [name]
-    if names is None:
-        groups = groups[1:]
-    optimizer = opt.MuonAdamW(groups)
-    give("S0", [matrix, bias], 0)
-    if here()[0] == FAULTY:
-        matrix.grad = bias.grad = None  # none of its experts was routed to
-    return outcome(optimizer, [matrix, bias])[0]
-
-
-def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
+@pytest.mark.parametrize("named", [True, False])
+@on_ranks(2)
+def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(opt, named) -> str:
     """Of their biases neither, if names say what they belong to."""
-    names = ["layers.0.experts.up", "layers.0.experts.up_bias"]
-    assert same_everywhere(ranks(2).run(experts, names)) == "none"
-    assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
+    up, bias = parameters("S0", [(4, 6, 5)], [(4, 6)])
+    muon = {"names": ["layers.0.experts.up"], "expert_keys": ("experts",)}
+    adamw = {"names": ["layers.0.experts.up_bias"]} if named else None
+    params = [*up, *bias] if named else bias
+    optimizer = optimizer_of(opt, "S0", up if named else [], bias, muon=muon, adamw=adamw)
+    give("S0", params, 0)
+    if here()[0] == FAULTY:
+        for param in params:
+            param.grad = None  # none of its experts was routed to
+    message, _ = outcome(optimizer, params)
+    assert message == "none" if named else "group 0, parameter 0. Give zeros" in message
+    return message
 
 
 @on_ranks(2)
@@ -237,8 +207,10 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
-    """Per option that differs from the start: what the first step raised."""
+@pytest.mark.parametrize(("held", "world"), ON_RANKS)
+@on_ranks()
+def test_options_that_differ_from_the_start_are_named_on_every_rank(opt, held, world) -> None:
+    """Before anything is sent whose size depends on them."""
     cases = {
         **{f"muon {name}": {"muon": {name: value}} for name, value in MUON.items()},
         "muon no beta2": {"muon": {"beta2": None}},
@@ -254,54 +226,40 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         cases["argument gradients"] = {"gradients": "unreduced"}
     if held == "unreduced":
         cases["argument reduce_op"] = {"reduce_op": "sum"}
-    found = {}
+    faulty = here()[0] == FAULTY
     for case, changed in cases.items():
         alike: dict[str, Any] = {}
         if case.startswith("muon function"):  # which returns something else
             alike = {"muon": {"adjust_lr_fn": lambda lr, m, n: lr}}
-        own = changed if here()[0] == FAULTY else alike
-        optimizer, params = made(opt, held, **own)
+        optimizer, params = made(opt, held, **(changed if faulty else alike))
         give(held, params, 0)
-        found[case] = outcome(optimizer, params)
-    return found
-
-
-@pytest.mark.parametrize(("held", "world"), ON_RANKS)
-def test_options_that_differ_from_the_start_are_named_on_every_rank(ranks, held, world) -> None:
-    """Before anything is sent whose size depends on them."""
-    answers = ranks(world).run(built_apart, held)
-    for case in answers[0]:
-        name = case.split()[-1]
-        for rank, of_rank in enumerate(answers):
-            message, written = of_rank[case]
-            assert message.startswith("ranks disagree on ") and f"{name} (here " in message, case
-            assert not written, case
-            # What follows from an option, such as owners, is not what to mend.
-            assert message.count(" (here ") == 1 and "owners" not in message, message
-            if case == "adamw betas":
-                assert ("(0.8, 0.95)" if rank == FAULTY else "(0.9, 0.95)") in message
-            if case == "argument chunk_size":
-                assert f"chunk_size (here {2 if rank == FAULTY else -1})" in message
-
-
-def change(optimizer, case: str, value: Any) -> None:
-    """Of one rank alone, such as "0 lr": in group 0."""
-    group, name = optimizer.param_groups[int(case[0])], case.split()[-1]
-    if here()[0] == FAULTY:
-        assert name in group
-        group[name] = value
+        message, written = outcome(optimizer, params)
+        said = f"{case.split()[-1]} (here "
+        assert message.startswith("ranks disagree on ") and said in message, case
+        assert not written, case
+        # What follows from an option, such as owners, is not what to mend.
+        assert message.count(" (here ") == 1 and "owners" not in message, message
+        if case == "adamw betas":
+            assert ("(0.8, 0.95)" if faulty else "(0.9, 0.95)") in message
+        if case == "argument chunk_size":
+            assert f"chunk_size (here {2 if faulty else -1})" in message
 
 
 def changed_midway(opt, held: str, changes: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Per option that one rank changes before the second step, the outcomes of all steps."""
+    """Per option that one rank changes before the second step, the outcomes of all steps.
+
+    Such as "0 lr": in group 0.
+    """
     found = {}
     for case, value in changes.items():
         optimizer, params = made(opt, held)
         found[case] = []
         for step in range(steps):
             give(held, params, step)
-            if step == 1:
-                change(optimizer, case, value)
+            if step == 1 and here()[0] == FAULTY:
+                group, name = optimizer.param_groups[int(case[0])], case.split()[-1]
+                assert name in group
+                group[name] = value
             found[case].append(outcome(optimizer, params))
     return found
 
@@ -380,16 +338,13 @@ NAMED = {
 @on_ranks()
 def test_other_parameters_are_an_error_on_every_rank(opt, held, how, world) -> None:
     """The question is as long on all of them."""
-    shapes, others = [*SHAPES], [*OTHERS]
-    if here()[0] == FAULTY:
-        if how == "a matrix more":
-            shapes.append((4, 4))
-        elif how == "fewer for AdamW":
-            others = others[:1]
-        elif how == "another shape":
-            shapes[0] = (6, 6)
-        elif how == "a group less":
-            others = []
+    shapes, others = {
+        "a matrix more": ([*SHAPES, (4, 4)], OTHERS),
+        "fewer for AdamW": (SHAPES, OTHERS[:1]),
+        "another shape": ([(6, 6), *SHAPES[1:]], OTHERS),
+        "a group less": (SHAPES, []),
+        "a group later": (SHAPES, OTHERS),
+    }[how if here()[0] == FAULTY else "a group later"]
     optimizer, params = made(opt, held, shapes, others)
     if how == "a group later":
         give(held, params, 0)

@@ -4,7 +4,6 @@ import copy
 import os
 import signal
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .._compare import fail_at
-from ._cases import bits, device, mesh_of, placement
+from ._cases import bits, device, held_like, local, mesh_of, spread
 from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, on_ranks
 from .test_graphs import captured
 from .test_partition import (
@@ -24,8 +22,6 @@ from .test_partition import (
     assert_as_alone,
     give,
     gradients,
-    held_like,
-    local,
     message_of,
     module_of,
     placed,
@@ -57,32 +53,27 @@ def test_a_rule_that_raises_leaves_the_optimizer_as_it_was(opt: Any) -> None:
     other.grad = torch.ones(3)
     with pytest.raises(ArithmeticError):
         optimizer.step()
-    counted = optimizer.state[other]["step"].item()
+    assert optimizer.state[other]["step"].item() == 0
     good[0] = True
     optimizer.step()
     assert_as_alone(opt, params, 1, adjust_lr_fn="none")
-    assert counted == 0
 
 
-def report_alone(opt: Any) -> tuple[int, timedelta | None]:
+@on_ranks(3)
+def test_a_report_before_the_first_step_waits_for_nobody(opt: Any) -> None:
+    """Teams are made with the optimizer, whose collectives wait as long as those of the world."""
     rank = distributed.get_rank()
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("copies", "shards"))  # rank 2 is not on it
     if rank == 2:
-        return 0, None
-    params = placed(plain_params(), mesh, [Replicate(), Shard(0)])
+        return
+    params = placed(plain_params(), mesh, "R", "S0")
     optimizer = opt.Muon(params)
-    lines = len(optimizer.report(verbose=True).splitlines()) if rank == 1 else 0
+    if rank == 1:
+        assert len(optimizer.report(verbose=True).splitlines()) == 7
     advance(optimizer, params, 0)
     assert_as_alone(opt, params, 1)
     (group,) = optimizer._ranks._teams._groups.values()
-    return lines, group._get_backend(torch.device("cpu")).options._timeout
-
-
-def test_a_report_before_the_first_step_waits_for_nobody(ranks) -> None:
-    """Teams are made with the optimizer, whose collectives wait as long as those of the world."""
-    answers = ranks(3).run(report_alone, timeout=60)
-    assert [lines for lines, _ in answers] == [0, 7, 0]
-    assert [timeout for _, timeout in answers[:2]] == [COLLECTIVE_TIMEOUT] * 2
+    assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
 
 
 def throw(error: BaseException) -> None:
@@ -112,11 +103,11 @@ def test_an_interrupt_beside_the_gathers(opt: Any, replayed) -> Any:
         for _ in range(3):
             optimizer.step()
         counts = optimizer.state_dict()["state"][len(params) - 1]["step"]
-    heard, *later, counts = [*messages, str(counts.item())]
+    heard, *later = messages
     assert "KeyboardInterrupt" in heard
     assert all("an earlier step failed midway" in message for message in later), later
-    assert float(counts) == (15 if replayed else 4)
-    return heard, later, counts
+    assert counts.item() == (15 if replayed else 4)
+    return messages
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
@@ -130,18 +121,17 @@ def test_statistics_wider_than_what_travels_are_refused(opt: Any, held, narrow) 
         call = partial(opt.MuonAdamW, [{"params": params, **options}], gradients="unreduced")
     else:
         mesh = mesh_of((distributed.get_world_size(),))
-        params = placed(params, mesh, [placement("S0" if held == "sharded" else "R")])
+        params = placed(params, mesh, "S0" if held == "sharded" else "R")
         optimizer = opt.MuonAdamW([{"params": params, **options}])
         give(params, [gradient.double() for gradient in gradients(params, 0)])
         call = optimizer.step
     before = [bits(local(param.detach())) for param in params]
     message = message_of(call)
-    same = [bits(local(param.detach())) for param in params] == before
+    assert before == [bits(local(param.detach())) for param in params]
     if held != "unreduced":
         optimizer.param_groups[0]["beta2"] = None
         optimizer.step()
     assert message.startswith("ValueError: group 0, parameter 0: beta2 with momentum_dtype=")
-    assert same
     return message
 
 
@@ -175,12 +165,10 @@ class Training:
         )
 
     def placed(self, value: torch.Tensor) -> torch.Tensor:
-        if self.held not in ("FSDP2", "HSDP"):
-            return value.clone()
-        world, copies = distributed.get_world_size(), self.held == "HSDP"
-        mesh = mesh_of((2, world // 2) if copies else (world,))
-        placements = [Replicate(), Shard(0)] if copies else [Shard(0)]
-        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+        world = distributed.get_world_size()
+        if self.held == "FSDP2":
+            return spread(value, mesh_of((world,)), "S0")
+        return spread(value, mesh_of((2, world // 2)), "R", "S0") if self.held == "HSDP" else value
 
     def give(self, step: int) -> None:
         for param, value in zip(self.params, values(1 + step), strict=True):
@@ -207,7 +195,14 @@ def alone(opt: Any, steps: int) -> Training:
     return training
 
 
-def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
+def assert_answered(outcomes: list[tuple[bool, Any]], *, but_faulty: bool) -> None:
+    """Every rank came to its end, or every one but FAULTY, which is gone."""
+    for rank, (answered, value) in enumerate(outcomes):
+        assert answered != (but_faulty and rank == FAULTY), value
+
+
+def fail_midway(opt: Any, held: str, how: str) -> None:
+    """An error on every rank in time; every parameter is old or new then."""
     training = Training(opt, held, none_grad=True)
     either = [*zip(training.bits(), training.bits_of(alone(opt, 1)), strict=True)]
     saved = training.optimizer.state_dict()
@@ -231,8 +226,12 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
     training.give(1)
     again = message_of(training.optimizer.step)
     training.optimizer.load_state_dict(saved)
-    whole = all(found in both for found, both in zip(training.bits(), either, strict=True))
-    return first, again, whole, seconds
+    assert all(found in both for found, both in zip(training.bits(), either, strict=True))
+    assert first != "none"
+    if distributed.get_rank() == FAULTY:
+        assert first == "OutOfMemoryError: no room for this chunk"
+    assert "an earlier step failed midway" in again
+    assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
 
 
 @pytest.mark.parametrize(
@@ -241,18 +240,7 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 )
 def test_the_others_end_with_an_error_in_time(doomed, held, how) -> None:
     outcomes = doomed(HELD[held][0]).outcomes(fail_midway, held, how, timeout=120)
-    for rank, (answered, value) in enumerate(outcomes):
-        if rank == FAULTY and how == "killed":
-            assert not answered
-            continue
-        assert answered, value
-        first, again, whole, seconds = value
-        assert first != "none"
-        if rank == FAULTY:
-            assert first == "OutOfMemoryError: no room for this chunk"
-        assert "an earlier step failed midway" in again
-        assert whole, f"a parameter of rank {rank} is neither old nor new"
-        assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
+    assert_answered(outcomes, but_faulty=how == "killed")
 
 
 @pytest.mark.parametrize(("held", "world"), [(held, of[0]) for held, of in HELD.items()])
@@ -287,7 +275,7 @@ def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(opt, held, wor
 CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}
 
 
-def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
+def die_in_largest_logits(opt: Any, held: str, folder: Path) -> None:
     """One rank fails before it says which logits it has."""
     params = plain_params([(8, 6), (8, 6)])
     names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
@@ -309,17 +297,14 @@ def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
     messages = [heard, message_of(optimizer.step), message_of(optimizer.state_dict)]
     messages.append(message_of(lambda: opt.save_optimizer(optimizer, folder / str(rank))))
     optimizer.load_state_dict(saved)
-    return messages
+    heard, *later = messages
+    assert ("KeyboardInterrupt" in heard) == (rank == FAULTY) and heard != "none"
+    assert all("an earlier step failed midway" in message for message in later), later
 
 
 @pytest.mark.parametrize("held", ["replicated", "unreduced"])
 def test_a_rank_that_fails_in_the_clip_stops_the_others(doomed, held, tmp_path) -> None:
     """They do not go on unclipped, and no rank saves what was not clipped."""
     outcomes = doomed(2).outcomes(die_in_largest_logits, held, tmp_path, timeout=120)
-    for rank, (answered, messages) in enumerate(outcomes):
-        assert answered, messages
-        heard, *later = messages
-        assert ("KeyboardInterrupt" in heard) == (rank == FAULTY)
-        assert heard != "none"
-        assert all("an earlier step failed midway" in message for message in later), later
+    assert_answered(outcomes, but_faulty=False)
     assert not [*tmp_path.iterdir()]

@@ -17,10 +17,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._cases import CASES, Case, bits, device
+from ._cases import CASES, Case, bits, device, local, mesh_of, spread, whole
 from ._ranks import on_ranks
 from .test_partition import module_of
 from .test_shared_step import compare
@@ -76,26 +74,23 @@ def captured(opt: Any, before: Callable[[], None] = lambda: None) -> Iterator[Co
         yield counted
 
 
-def random_cases(opt: Any, cases: list[Case], offload: bool) -> tuple[int, int]:
+def replayed_in_cases(opt: Any, seed: int, count: int, where: Any, offload: bool = False) -> int:
+    """Random cases have the bits of one rank; returns how many stages were replayed."""
+    world, generator = distributed.get_world_size(), random.Random(seed)
     with captured(opt) as counted:
-        compared = compare(opt, cases, offload)
-    return compared, counted["replayed"]
+        compare(opt, [Case.random(generator, world, where.type) for _ in range(count)], offload)
+    return counted["replayed"]
 
 
 def test_replayed_stages_have_the_bits_of_one_rank(ranks, world, device) -> None:
-    generator = random.Random(100 + world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
-    found = ranks(world).run(random_cases, cases, False)
-    assert all(compared > 4 * len(cases) for compared, _ in found)
-    assert sum(replayed for _, replayed in found) > len(cases) or world == 1
+    replayed = ranks(world).run(replayed_in_cases, 100 + world, CASES[world], device)
+    assert sum(replayed) > CASES[world] or world == 1
 
 
 def test_state_in_host_memory_is_not_replayed_and_changes_no_bit(ranks, world, device) -> None:
     """Its momentum visits another place of the device in every step."""
-    generator = random.Random(50 + world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 3)]
-    for compared, replayed in ranks(world).run(random_cases, cases, True):
-        assert compared > 4 * len(cases) and replayed == 0
+    arguments = 50 + world, CASES[world] // 3, device, True
+    assert not any(ranks(world).run(replayed_in_cases, *arguments))
 
 
 def unreduced_cases(opt: Any, limit: int) -> int:
@@ -126,8 +121,8 @@ class Story:
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         generator = torch.Generator().manual_seed(3)
         shapes = [*MATRICES, TABLE]
-        whole = [torch.randn(shape, generator=generator).to(device()) for shape in shapes]
-        self.params = [nn.Parameter(self._placed(tensor)) for tensor in whole]
+        drawn = [torch.randn(shape, generator=generator).to(device()) for shape in shapes]
+        self.params = [nn.Parameter(self._placed(*each)) for each in enumerate(drawn)]
         muon, others = {"params": self.params[:-1]}, {"params": self.params[-1:]}
         if form == "shards":
             muon |= {"use_muon": True, "none_grad": False}
@@ -145,15 +140,14 @@ class Story:
         else:
             self.optimizer = opt.MuonAdamW([muon, others])
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _placed(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         if not self.together or self.form != "shards":
             return tensor.clone()
-        mesh = init_device_mesh(device(), (self.world,))
-        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        return spread(tensor, mesh_of((self.world,)), ("S0", "S0", "S1", "R")[index % 4])
 
-    def _gradient(self, step: int, index: int, shape) -> torch.Tensor:
+    def gradient(self, step: int, index: int, shape) -> torch.Tensor:
         if self.form == "shards":
-            return self._placed(contribution(shape, 0, step, index))
+            return self._placed(index, contribution(shape, 0, step, index))
         if self.together:
             return contribution(shape, self.rank, step, index)
         parts = [contribution(shape, rank, step, index) for rank in range(self.world)]
@@ -182,7 +176,7 @@ class Story:
         for step in range(STEPS):
             self._before(step)
             for index, param in enumerate(self.params):
-                grad = self._gradient(step, index, tuple(param.shape))
+                grad = self.gradient(step, index, tuple(param.shape))
                 if (step, index) in {(5, 2), (5, 6), (9, 0)}:
                     param.grad = None
                 elif param.grad is None or step in (3, 7):
@@ -211,11 +205,10 @@ def told(
     for index, (one, other) in enumerate(
         zip(found, Story(opt, form, wire, together=False).run(), strict=True)
     ):
-        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
         if form != "shards" and wire == torch.float16:  # which one rank does not round to
-            assert (whole - other).abs().max() <= 0.02
+            assert (one - other).abs().max() <= 0.02
         else:
-            assert bits(whole) == bits(other), f"parameter {index}"
+            assert bits(whole(one)) == bits(other), f"parameter {index}"
     return counted
 
 
@@ -231,19 +224,16 @@ def told(
     ],
     ids=str,
 )
-def test_whatever_a_stage_depends_on_may_change(ranks, form, wire, inferring) -> None:
+@on_ranks(2)
+def test_whatever_a_stage_depends_on_may_change(opt, form, wire, inferring) -> None:
     """Addresses of gradients, parameters and state, numbers, options, missing gradients.
 
     What a step in inference mode makes and keeps, others write to.
     """
-    for counted in ranks(2).run(told, form, wire, _nothing, inferring):
-        assert counted["captured"] > 10
-        assert counted["replayed"] > counted["captured"]
-        assert counted["room"] > 0
-
-
-def _nothing() -> None:
-    """Ahead of a capture."""
+    counted = told(opt, form, wire, inferring=inferring)
+    assert counted["captured"] > 10
+    assert counted["replayed"] > counted["captured"]
+    assert counted["room"] > 0
 
 
 class Litter:
@@ -339,7 +329,7 @@ def test_an_empty_stage_is_captured_without_a_warning(opt: Any) -> None:
     graphs.begin(on=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = [graphs.of_stage("empty", where, lambda: 0, _nothing) for _ in range(3)]
+        found = [graphs.of_stage("empty", where, lambda: 0, lambda: None) for _ in range(3)]
         graphs.tell_failures()
     assert [graph is not None for graph in found] == [False, True, True]
 
@@ -351,7 +341,7 @@ def test_a_step_in_a_capture_of_the_caller_is_refused(opt: Any, form: str) -> No
     """Before anything is written or sent; the next step goes on."""
     story = Story(opt, form, torch.float32, together=True)
     for index, param in enumerate(story.params):
-        param.grad = story._gradient(0, index, tuple(param.shape))
+        param.grad = story.gradient(0, index, tuple(param.shape))
     story.optimizer.step()
     expected = [param.detach().clone() for param in story.params]
     torch.cuda.synchronize()
@@ -359,8 +349,7 @@ def test_a_step_in_a_capture_of_the_caller_is_refused(opt: Any, form: str) -> No
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), capture:
         story.optimizer.step()
     for param, before in zip(story.params, expected, strict=True):
-        whole = [t.to_local() if hasattr(t, "to_local") else t for t in (param.detach(), before)]
-        assert torch.equal(*whole)
+        assert torch.equal(local(param.detach()), local(before))
     story.optimizer.step()
 
 

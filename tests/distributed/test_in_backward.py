@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ._arenas import Direct, Later
+from ._arenas import Direct, arenas_on_threads
 from ._cases import bits
 from ._ranks import on_ranks, same_everywhere
 from .test_partition import assert_equal_bits, message_of, module_of
@@ -25,36 +24,34 @@ LIMIT = 3 * 4000  # bytes under way: several chunks
 class Hooked(Direct):
     """p2p whose messages leave in backward; counts exchanges and those before the step."""
 
-    def __init__(self, opt: Any, silent: tuple[int, ...] = (), **options: Any) -> None:
-        """`silent`: ranks whose messages leave in the step."""
+    def __init__(
+        self, opt: Any, silent: tuple[int, ...] = (), pushed: int | None = None, **options: Any
+    ) -> None:
+        """`silent`: ranks whose messages leave in the step. `pushed`: PUSHED meanwhile."""
         super().__init__(opt, **options)
         self.silent = distributed.get_rank() in silent
-        self.module = module_of(opt, "optimizers.sharded.in_backward").InBackward
+        self.hooks = module_of(opt, "optimizers.sharded.in_backward").InBackward
         self.scatter = module_of(opt, "optimizers.sharded.reduce_scatter")
+        self.pushed = self.scatter.PUSHED if pushed is None else pushed
 
     def __enter__(self) -> Any:
         counted = super().__enter__()
-        self.kept = self.module._send, self.module._drop, self.scatter.PUSHED
+        send, drop = self.hooks._send, self.hooks._drop
 
-        def send(here: Any) -> None:
-            before = here._left
-            if self.silent:
-                return
-            self.originals_of_send(here)
-            counted["begun"] += here._left - before
+        def counted_send(here: Any) -> None:
+            if not self.silent:
+                before = here._left
+                send(here)
+                counted["begun"] += here._left - before
 
-        def drop(here: Any) -> None:
+        def counted_drop(here: Any) -> None:
             counted["dropped"] += 1
-            self.kept_drop(here)
+            drop(here)
 
-        self.originals_of_send, self.kept_drop = self.kept[:2]
-        self.module._send, self.module._drop = send, drop
+        self.patch.setattr(self.hooks, "_send", counted_send)
+        self.patch.setattr(self.hooks, "_drop", counted_drop)
+        self.patch.setattr(self.scatter, "PUSHED", self.pushed)
         return counted
-
-    def __exit__(self, *error: object) -> None:
-        self.module._send, self.module._drop, self.scatter.PUSHED = self.kept
-        self.kept = None
-        super().__exit__(*error)
 
 
 def made(opt: Any, backwards: int, **options: Any) -> tuple[Any, list[nn.Parameter]]:
@@ -97,45 +94,42 @@ def trained(
     to_none: bool,
     pushed: int,
     silent: tuple[int, ...] = (),
-) -> dict[str, int]:
+) -> None:
     """Some steps, bit for bit as with gradients that are packed in the step."""
-    with Hooked(opt, silent) as counted:
-        module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
-        optimizer, params = made(opt, backwards)
+
+    def steps(optimizer: Any, params: list[nn.Parameter]) -> None:
         for step in range(5):
             for part in range(passes):
                 backward(params, step, 1 + part)
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
+
+    with Hooked(opt, silent, pushed) as counted:
+        optimizer, params = made(opt, backwards)
+        steps(optimizer, params)
         optimizer.state_dict()
         rows = optimizer.comm_report()
-    found = dict(counted)
     plain, expected = made(opt, 0)
-    for step in range(5):
-        for part in range(passes):
-            backward(expected, step, 1 + part)
-        plain.step()
-        plain.zero_grad(set_to_none=to_none)
+    steps(plain, expected)
     assert_equal_bits(params, expected)
-    early = [row["what"] for row in rows if "begun in backward" in row["reason"]]
-    assert bool(early) == bool(found.get("begun"))
-    found["in place"] = sum("pushed from where it lies" in row["reason"] for row in rows)
+    begins = backwards == passes and distributed.get_rank() not in silent
+    assert (counted["begun"] > 4) == begins and not counted["dropped"]
+    assert any("begun in backward" in row["reason"] for row in rows) == begins
+    in_place = sum("pushed from where it lies" in row["reason"] for row in rows)
+    assert (in_place > 4) == (pushed == 0)
     assert {row["transport"] for row in rows} == {"p2p"}
-    return found
 
 
 @pytest.mark.sees_defect("a gradient that left in backward is added up again in the step")
 @pytest.mark.parametrize("pushed", [0, 2**40], ids=["in place", "packed"])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize(("backwards", "passes"), [(1, 1), (2, 2), (3, 2)])
+@on_ranks(2)
 def test_steps_have_the_bits_of_those_that_send_all(
-    ranks, backwards, passes, to_none, pushed
+    opt, backwards, passes, to_none, pushed
 ) -> None:
     """With parameters that have no gradient in some steps, and with passes that are added up."""
-    for found in ranks(2).run(trained, backwards, passes, to_none, pushed):
-        assert found.get("dropped", 0) == 0
-        assert (found.get("begun", 0) > 4) == (backwards == passes)
-        assert (found["in place"] > 4) == (pushed == 0)
+    trained(opt, backwards, passes, to_none, pushed)
 
 
 @pytest.mark.parametrize("how", ["added up", "thrown away"])
@@ -188,8 +182,7 @@ def at_random(opt: Any, seed: int) -> int:
         config = opt.DistributedConfig(reduce_in_backward=early, **limits)
         optimizer = opt.DistMuonAdamW(listed, distributed=config)
         noise.manual_seed(seed + 1 + distributed.get_rank())
-        with Hooked(opt) as counted:
-            module_of(opt, "optimizers.sharded.reduce_scatter").PUSHED = pushed
+        with Hooked(opt, pushed=pushed) as counted:
             for step in range(4):
                 for _ in range(backwards):
                     weights = [torch.randn(p.shape, generator=noise).to(dtype) for p in params]
@@ -206,18 +199,15 @@ def at_random(opt: Any, seed: int) -> int:
     return begun
 
 
-def unequally_many(opt: Any, pushed: int, silent: tuple[int, ...]) -> dict[str, int]:
-    with Later(opt, pushed):
-        return trained(opt, 1, 1, True, pushed, silent)
+@pytest.mark.parametrize(("world", "pushed"), [(2, 0), (2, 2**40), (3, 0)])
+@on_ranks()
+def test_some_ranks_send_in_the_step(opt, world, pushed) -> None:
+    """What others have begun in backward waits for them, and no rank waits in backward.
 
-
-@pytest.mark.parametrize(("count", "pushed"), [(2, 0), (2, 2**40), (3, 0)])
-def test_some_ranks_send_in_the_step(ranks, device, count, pushed) -> None:
-    """What others have begun in backward waits for them, and no rank waits in backward."""
-    if device.type != "cpu":
-        pytest.skip("threads stand for streams here; test_symm.py runs this on the streams of GPUs")
-    for rank, found in enumerate(ranks(count).run(unequally_many, pushed, (1,))):
-        assert (found.get("begun", 0) > 4) == (rank != 1)
+    Threads stand for streams here; test_symm.py has the streams of GPUs.
+    """
+    with arenas_on_threads(opt, pushed):
+        trained(opt, 1, 1, True, pushed, silent=(1,))
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -266,7 +256,7 @@ def test_a_hook_of_the_tensor_comes_before(opt: Any) -> None:
     assert counted["begun"] > 1
 
 
-def one_rank_alone(opt: Any, how: str) -> tuple[str, float]:
+def one_rank_alone(opt: Any, how: str) -> str:
     """One rank makes a pass more than the other, or gets a new plan in between."""
     with Hooked(opt, timeout_ms=1000):
         optimizer, params = made(opt, 1)
@@ -277,15 +267,15 @@ def one_rank_alone(opt: Any, how: str) -> tuple[str, float]:
                     backward(params, step)
                 else:
                     optimizer.load_state_dict(optimizer.state_dict())
-            start, heard = time.monotonic(), message_of(optimizer.step)
+            heard = message_of(optimizer.step)
             heard = heard if heard != "none" else message_of(optimizer.state_dict)
-    return heard, time.monotonic() - start
+    return heard
 
 
 @pytest.mark.parametrize("how", ["another pass", "loads state"])
 def test_a_rank_that_sends_anew_alone_is_noticed(doomed, how) -> None:
     """Messages of different passes are never taken for each other's."""
-    (first, _), (second, _) = doomed(2).run(one_rank_alone, how, timeout=60)
+    first, second = doomed(2).run(one_rank_alone, how, timeout=60)
     if how == "another pass":
         text = "gradients that had left in backward were made anew"
         assert text in first and text in second
@@ -294,13 +284,19 @@ def test_a_rank_that_sends_anew_alone_is_noticed(doomed, how) -> None:
         assert "this rank alone got a new plan" in second
 
 
+@contextlib.contextmanager
+def said_once(opt: Any) -> Iterator[list[str]]:
+    """What plans say meanwhile."""
+    plan, said = module_of(opt, "optimizers.sharded.shared_plan"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "say_once", lambda text, *given: said.append(text % given))
+        yield said
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @on_ranks(2)
 def test_where_nothing_can_leave_it_is_said(opt: Any, strict) -> Any:
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        plan = module_of(opt, "optimizers.sharded.shared_plan")
-        patch.setattr(plan, "say_once", lambda text, *given: said.append(text % given))
+    with said_once(opt) as said:
         optimizer, params = made(opt, 1, transport="nccl", strict=strict)
         backward(params, 3)
         heard = message_of(optimizer.step)
@@ -310,13 +306,14 @@ def test_where_nothing_can_leave_it_is_said(opt: Any, strict) -> Any:
     return said
 
 
-def left_out(opt: Any, why: str) -> tuple[list[str], int, bool]:
-    said: list[str] = []
+@pytest.mark.sees_defect("ranks wait for each other: an all-gather of one is paired with a sum")
+@pytest.mark.parametrize("why", ["float16", "frozen"])
+@on_ranks(2)
+def test_what_may_not_leave_in_backward_goes_in_the_step(opt, why) -> None:
+    """Scales of float16 travel outside of exchanges; a frozen parameter has no hook."""
     wire = torch.float16 if why == "float16" else None
     frozen = (0, 1, 5) if why == "frozen" else ()
-    with pytest.MonkeyPatch.context() as patch, Later(opt, 3), Hooked(opt, (1,)) as counted:
-        plan = module_of(opt, "optimizers.sharded.shared_plan")
-        patch.setattr(plan, "say_once", lambda text, *given: said.append(text % given))
+    with said_once(opt) as said, arenas_on_threads(opt, 3), Hooked(opt, (1,)) as counted:
         results = []
         for backwards in (1, 0):
             optimizer, params = made(opt, backwards, wire_dtype=wire)
@@ -328,18 +325,9 @@ def left_out(opt: Any, why: str) -> tuple[list[str], int, bool]:
                 optimizer.zero_grad()
             optimizer.state_dict()
             results.append([bits(param) for param in params])
-    return said, counted["begun"], results[0] == results[1]
-
-
-@pytest.mark.sees_defect("ranks wait for each other: an all-gather of one is paired with a sum")
-@pytest.mark.parametrize("why", ["float16", "frozen"])
-def test_what_may_not_leave_in_backward_goes_in_the_step(ranks, device, why) -> None:
-    """Scales of float16 travel outside of exchanges; a frozen parameter has no hook."""
-    if device.type != "cpu":
-        pytest.skip("threads stand for streams here")
-    for said, begun, same in ranks(2).run(left_out, why):
-        assert same and begun == 0
-        assert len(said) == 1 and "wire_dtype of float32, and parameters that train" in said[0]
+    assert results[0] == results[1] and not counted["begun"]
+    (text,) = said
+    assert "wire_dtype of float32, and parameters that train" in text
 
 
 @pytest.mark.sees_defect("after a captured backward pass every step raises, for ever")

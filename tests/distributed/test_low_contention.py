@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -45,10 +44,10 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
     return made.to(os.environ["RANKS_DEVICE"], dtype)
 
 
-def collectives(opt: Any) -> int:
+def collectives(opt: Any) -> None:
+    """Of every shape, dtype, dimension and operation."""
     group = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    compared = 0
     with shared(opt) as module:
         for seed, shape in enumerate(SHAPES):
             for dtype in DTYPES:
@@ -68,26 +67,23 @@ def collectives(opt: Any) -> int:
                         out = torch.full(shape, torch.nan, dtype=dtype, device=whole.device)
                         module.reduce_scatter_lc(out, inputs[rank], op, group, dim).wait()
                         assert torch.equal(out, expected), f"{op} {shape} {dtype} {dim}"
-                        compared += 1
         for one in module._KEPT[group].values():
             one.check()
-    return compared
 
 
-def test_any_dimension_and_dtype(ranks, world) -> None:
-    if world in (1, 3):  # a third is no binary number
-        world = 2
-    assert min(ranks(world).run(collectives)) > 80
+@pytest.mark.parametrize("world", [2, 4])  # a third is no binary number
+@on_ranks()
+def test_any_dimension_and_dtype(opt, world) -> None:
+    collectives(opt)
 
 
 @on_ranks(2)
 def test_several_are_under_way(opt: Any) -> None:
     group = distributed.group.WORLD
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    found, message = [], ""
     with shared(opt) as module:
         for size in (16, 2**20):
-            for _ in range(4):
+            for number in range(4):
                 parts = [
                     [part_of(r, (size,), torch.float32, k) for r in range(ranks)] for k in range(3)
                 ]
@@ -96,12 +92,11 @@ def test_several_are_under_way(opt: Any) -> None:
                     module.all_gather_lc(out, of[rank], group)
                     for out, of in zip(outs, parts, strict=True)
                 ]
-                call = partial(module.all_gather_lc, outs[0], parts[0][rank], group)
-                message = message or message_of(call)
+                if number == 0 and size == 16:
+                    with pytest.raises(ValueError, match="3 collectives are under way"):
+                        module.all_gather_lc(outs[0], parts[0][rank], group)
                 for one, of in zip(pending, parts, strict=True):
-                    found.append(torch.equal(one.wait(), torch.cat(of)))
-    assert len(found) == 24 and all(found)
-    assert message.startswith("ValueError: 3 collectives are under way")
+                    assert torch.equal(one.wait(), torch.cat(of))
 
 
 @on_ranks(2)
@@ -116,14 +111,8 @@ def test_wrong_arguments_and_memory_that_is_not_shared_are_named(opt: Any) -> No
             (shape, lambda: gather(four[:3], x, group)),
             (shape, lambda: gather(four[:3], x, None)),  # the group of all ranks
             ("TypeError: out and inp must be of one float", lambda: gather(four.half(), x, group)),
-            (
-                "ValueError: out and inp must be cont",
-                lambda: gather(turned, x, group),
-            ),
-            (
-                "ValueError: dim must be a dimension of (2, 3), got 2",
-                lambda: gather(four, x, group, 2),
-            ),
+            ("ValueError: out and inp must be cont", lambda: gather(turned, x, group)),
+            ("ValueError: dim must be a dimension of (2, 3)", lambda: gather(four, x, group, 2)),
             ("ValueError: op must be one of 'sum', 'avg'", lambda: scatter(x, four, "max", group)),
             ("TypeError: out must be a tensor, got list", lambda: gather([x, x], x, group)),
         ):
@@ -149,30 +138,25 @@ def gathered(module: Any, size: int, group: Any = None) -> Any:
 @on_ranks(2)
 def test_a_late_rank_is_an_error_of_the_next_call(opt) -> None:
     """Rank 1 comes late to one; what gives zeros till then is counted."""
+    late = f"rank {1 - distributed.get_rank()} of the group did not come to a collective"
     with shared(opt) as module, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TIMEOUT_MS", 300)
         gathered(module, 4)[0].wait()
         if distributed.get_rank() == 1:
             time.sleep(1)
         zeros = 0
-        for _ in range(4):
-            try:
+        with pytest.raises(RuntimeError, match=late):
+            for _ in range(4):
                 pending, expected = gathered(module, 4)
-            except RuntimeError as error:
-                message = str(error)
-                break
-            found = pending.wait()
-            assert torch.equal(found, expected) or not found.any()
-            zeros += not found.any()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        else:
-            message = ""
+                found = pending.wait()
+                assert torch.equal(found, expected) or not found.any()
+                zeros += not found.any()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
         distributed.barrier()
         pending, expected = gathered(module, 4)  # in new memory
         assert torch.equal(pending.wait(), expected)
-    late = f"rank {1 - distributed.get_rank()} of the group did not come to a collective"
-    assert message.startswith(late) and zeros == 1
+    assert zeros == 1
 
 
 @pytest.mark.sees_defect("a rank that goes on behind a late one is given the rows of another call")
@@ -188,10 +172,10 @@ def test_ranks_at_different_calls_raise(opt: Any) -> Any:
             check(one, wait=wait)
 
     with shared(opt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "TIMEOUT_MS", 300)
+        patch.setattr(module, "TIMEOUT_MS", 1000)  # on a loaded machine ranks come apart
         patch.setattr(module.LowContention, "check", late)
         gathered(module, 4)[0].wait()
-        time.sleep(distributed.get_rank())
+        time.sleep(2 * distributed.get_rank())
         with pytest.raises(RuntimeError, match="did not come to a collective"):
             for _ in range(9):
                 gathered(module, 4)[0].wait()
@@ -199,14 +183,15 @@ def test_ranks_at_different_calls_raise(opt: Any) -> Any:
                     torch.cuda.synchronize()
         message = message_of(lambda: gathered(module, 4)[0].wait())
         pending, expected = gathered(module, 4, distributed.new_group())
-        goes_on = torch.equal(pending.wait(), expected)
+        assert torch.equal(pending.wait(), expected)
     assert message.startswith("RuntimeError: the ranks are at calls [4, 5] of this group's")
-    assert goes_on
     return message
 
 
-def overwritten(opt: Any) -> tuple[bool, bool]:
-    """What rank 1 takes for call 2, which rank 0 gave up on before it wrote calls 3 to 5."""
+@pytest.mark.sees_defect("a rank that gave up writes over what a late one still reads")
+@on_ranks(2)
+def test_what_a_rank_that_gave_up_writes_is_not_taken(opt) -> None:
+    """By rank 1 for call 2, which rank 0 gave up on before it wrote calls 3 to 5."""
     rank = distributed.get_rank()
     with shared(opt) as module, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TIMEOUT_MS", 300)
@@ -218,49 +203,41 @@ def overwritten(opt: Any) -> tuple[bool, bool]:
                 pending._inp.fill_(7)
                 pending.wait()
             distributed.barrier()
-            return True, True
+            return
         distributed.barrier()
         pending, expected = gathered(module, 4)
         found = pending.wait()
         patch.undo()
         with pytest.raises(RuntimeError, match="or had given up itself"):
             gathered(module, 4)
-        return torch.equal(found, expected), not found.any()
-
-
-@pytest.mark.sees_defect("a rank that gave up writes over what a late one still reads")
-def test_what_a_rank_that_gave_up_writes_is_not_taken(ranks) -> None:
-    right, zeros = ranks(2).run(overwritten)[1]
-    assert right or zeros
+        assert torch.equal(found, expected) or not found.any()
 
 
 @pytest.mark.sees_defect("what a collective reads is given to others before it was read")
 @on_ranks(2)
 def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
-    group, ranks, found = distributed.group.WORLD, distributed.get_world_size(), []
+    group, ranks = distributed.group.WORLD, distributed.get_world_size()
     device = os.environ["RANKS_DEVICE"]
     with shared(opt) as module:
         for call in ("gather", "scatter"):
-            part, whole = torch.zeros(4, device=device), torch.zeros(4 * ranks, device=device)
-            inp = part if call == "gather" else whole
-            seen = weakref.ref(inp)
+            inp, out = torch.zeros(4, device=device), torch.zeros(4 * ranks, device=device)
             if call == "gather":
-                pending = module.all_gather_lc(whole, part, group)
+                pending = module.all_gather_lc(out, inp, group)
             else:
-                pending = module.reduce_scatter_lc(part, whole, "sum", group)
-            out = whole if call == "gather" else part
-            del inp, part, whole
-            found.append(seen() is not None)
+                inp, out = out, inp
+                pending = module.reduce_scatter_lc(out, inp, "sum", group)
+            seen = weakref.ref(inp)
+            del inp
+            assert seen() is not None
             pending.wait()
-            found.append(seen() is None and not out.any())
-    assert found == [True] * 4
+            assert seen() is None and not out.any()
 
 
 @pytest.mark.sees_defect("a result is taken out of memory that a larger call has let go of")
 @on_ranks(2)
 def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
     """Results of calls that a larger one finds under way; memory that is let go is overwritten."""
-    arena, found = module_of(opt, "distributed.symmetric.arena").Arena, []
+    arena = module_of(opt, "distributed.symmetric.arena").Arena
     original = arena.close
 
     def close(self: Any) -> None:
@@ -272,8 +249,8 @@ def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
         patch.setattr(arena, "close", close)
         begun = [gathered(module, 16) for _ in range(3)]
         begun.append(gathered(module, 2**20))
-        found += [torch.equal(pending.wait(), expected) for pending, expected in begun]
-    assert found == [True] * 4
+        for pending, expected in begun:
+            assert torch.equal(pending.wait(), expected)
 
 
 @on_ranks(2)
@@ -291,9 +268,8 @@ def test_a_call_that_finds_no_room_leaves_nothing_closed(opt: Any) -> None:
             patch.setattr(transport, "memory", Full)
             message = message_of(lambda: gathered(module, 2**20))
         pending, expected = gathered(module, 4)
-        goes_on = torch.equal(pending.wait(), expected)
+        assert torch.equal(pending.wait(), expected)
     assert message.startswith("CommUnavailable: ") and "no room for an arena" in message
-    assert goes_on
 
 
 def test_groups_of_one_name_share_nothing(opt, monkeypatch) -> None:

@@ -16,19 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from ._arenas import Direct, Later, SharedMemory, Staged
-from ._cases import CASES, Case, bits, device
+from ._arenas import Direct, SharedMemory, arenas_on_threads, staged
+from ._cases import CASES, Case, bits, device, local
 from ._ranks import on_ranks
-from .test_faults import CLIP, FAULTY, Training, alone
+from .test_faults import CLIP, FAULTY, Training, alone, assert_answered
 from .test_graphs import told
 from .test_partition import (
     advance,
     assert_as_alone,
     give,
     gradients,
-    local,
     message_of,
     module_of,
     on_all,
@@ -46,11 +44,9 @@ def test_many_ranks_equal_one(opt, world, device) -> None:
     generator = random.Random(200 + world)
     cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 2)]
     with Direct(opt) as counted:
-        compared = compare(opt, cases)
+        compare(opt, cases)
     assert not counted["without"]
-    exchanges = counted["p2p"]
-    assert compared > 4 * len(cases)
-    assert exchanges > 2 * len(cases) or world == 1
+    assert counted["p2p"] > 2 * len(cases) or world == 1
 
 
 @pytest.mark.parametrize("limit", [2**28, 20000])
@@ -71,11 +67,14 @@ def wait() -> None:
 
 
 def fault(
-    opt: Any, held: str, how: str, number: int, timeout_ms: int, on_threads: bool = False
-) -> dict[str, Any]:
-    """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
+    opt: Any, held: str, how: str, number: int, timeout_ms: int, most: float, on_threads=False
+) -> None:
+    """One rank is late or gone at an exchange: an error on the others, before `most` seconds.
+
+    Every parameter is old or new then.
+    """
     expected = alone(opt, 1)
-    with Staged(opt):
+    with staged(opt):
         with Direct(opt):  # everything is loaded
             warm = Training(opt, held)
             warm.step(0)
@@ -96,9 +95,9 @@ def fault(
                     os.kill(os.getpid(), signal.SIGKILL)
 
         direct = Direct(opt, before, timeout_ms=timeout_ms)
-        later = Later(opt, number) if on_threads else contextlib.nullcontext()
+        threads = arenas_on_threads(opt, number) if on_threads else contextlib.nullcontext()
         start = time.monotonic()
-        with later, direct as counted:
+        with threads, direct as counted:
             if faulty and how in ("killed during", "killed after"):
                 inner = direct.engine.exchange
 
@@ -112,27 +111,21 @@ def fault(
 
                 direct.engine.exchange = exchange
             training.optimizer.step()
-            exchanges = counted["p2p"]
+            assert counted["p2p"] >= number
             heard = message_of(training.optimizer.state_dict)
             seconds = time.monotonic() - start
             again = message_of(training.optimizer.step)
             found = training.bits()
-            moved = None
             if how == "late":
                 training.optimizer.load_state_dict(saved)
                 training.step(1)
                 training.optimizer.state_dict()
-                moved = training.bits() != found
+                assert training.bits() != found
     torch.zeros(1, device=device()).add_(1).item()  # the context lives
-    return {
-        "heard": heard,
-        "again": again,
-        "whole": [f in (o, n) for f, o, n in zip(found, old, new, strict=True)],
-        "exchanges": exchanges,
-        "number": number,
-        "seconds": seconds,
-        "moved": moved,
-    }
+    assert "did not arrive at an exchange" in heard
+    assert "an earlier step failed midway" in again
+    assert all(one in both for one, *both in zip(found, old, new, strict=True))
+    assert seconds < most
 
 
 @pytest.mark.sees_defect("a rank that is late makes the others hang, or step with half a message")
@@ -149,23 +142,9 @@ def fault(
     ],
 )
 def test_a_late_rank_is_an_error_in_time(doomed, held, how, number, on_threads) -> None:
-    arguments = (held, how, number, TIMEOUT_MS, on_threads)
+    arguments = (held, how, number, TIMEOUT_MS, 5 * TIMEOUT_MS / 1000 + 10, on_threads)
     outcomes = doomed(3).outcomes(fault, *arguments, timeout=60)
-    assert_told_in_time(outcomes, how, 5 * TIMEOUT_MS / 1000 + 10)
-
-
-def assert_told_in_time(outcomes, how: str, seconds: float) -> None:
-    for rank, (answered, value) in enumerate(outcomes):
-        if rank == FAULTY and how != "late":
-            assert not answered
-            continue
-        assert answered, value
-        assert value["exchanges"] >= value["number"], value
-        assert "did not arrive at an exchange" in value["heard"], value
-        assert "an earlier step failed midway" in value["again"], value
-        assert all(value["whole"]), value  # every parameter is old or new
-        assert value["moved"] == (True if how == "late" else None), value
-        assert value["seconds"] < seconds, value
+    assert_answered(outcomes, but_faulty=how != "late")
 
 
 @pytest.mark.parametrize(
@@ -222,29 +201,28 @@ def test_slots_are_as_many_as_a_step_needs(opt: Any, prefetch) -> None:
         assert counted["barriers"] <= 3 if slots is None else counted["barriers"] > 3
 
 
-def loads_alone(opt: Any, rank: int, held: str) -> int:
+def loads_alone(opt: Any, held: str) -> None:
     """One rank loads its own state between two steps."""
     with Direct(opt) as counted:
         training, twin = Training(opt, held), Training(opt, held)
         for step in range(4):
             training.step(step)
             twin.step(step)
-            if step == 1 and distributed.get_rank() == rank:
+            if step == 1 and distributed.get_rank() == FAULTY:
                 training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.optimizer.state_dict()
     assert training.bits() == twin.bits()
-    return counted["p2p"]
+    assert counted["p2p"] > 16
 
 
 @pytest.mark.sees_defect("a rank that loads state alone waits for others, which wait for it")
 @pytest.mark.parametrize("held", ["FSDP2", "unreduced"])
 def test_one_rank_loads_state(doomed, held) -> None:
     """Its plan is new and its messages are those of the one before, so that nobody is asked."""
-    counts = doomed(3).run(loads_alone, 1, held, timeout=60)
-    assert min(counts) > 16
+    doomed(3).run(loads_alone, held, timeout=60)
 
 
-def begins_anew(opt: Any, how: str) -> tuple[str, str, float]:
+def begins_anew(opt: Any) -> None:
     """One rank has another optimizer than before, of which the others know nothing."""
     params = on_all("S0")
     config = opt.DistributedConfig(transport="p2p", strict=True, timeout_ms=TIMEOUT_MS)
@@ -261,19 +239,17 @@ def begins_anew(opt: Any, how: str) -> tuple[str, str, float]:
         advance(optimizer, params, 0)
         optimizer.state_dict()
     assert_as_alone(opt, params, 1)
-    return heard, late, seconds
+    assert seconds < TIMEOUT_MS / 1000 + 5
+    if distributed.get_rank() == FAULTY:
+        assert "other ranks go on with the plan that they have" in heard
+    else:
+        assert heard == "none" and "did not arrive at an exchange" in late
 
 
 @pytest.mark.sees_defect("a rank with a new plan waits for others, which do not have one")
 def test_one_rank_begins_anew(doomed) -> None:
     """It raises at once, the others after their time; optimizers that are new on all ranks run."""
-    answers = doomed(2).run(begins_anew, "anew", timeout=60)
-    for rank, (heard, late, seconds) in enumerate(answers):
-        if rank == FAULTY:
-            assert "other ranks go on with the plan that they have" in heard
-        else:
-            assert heard == "none" and "did not arrive at an exchange" in late
-        assert seconds < TIMEOUT_MS / 1000 + 5
+    doomed(2).run(begins_anew, timeout=60)
 
 
 class WithoutFirst(SharedMemory):
@@ -286,7 +262,7 @@ class WithoutFirst(SharedMemory):
         return SharedMemory.facts(device)
 
 
-def two_teams(opt: Any) -> tuple[str, float]:
+def two_teams(opt: Any) -> None:
     """Ranks 0 and 1 share some parameters, ranks 1 and 2 others; rank 0 cannot have p2p."""
     rank, params = distributed.get_rank(), []
     transport = module_of(opt, "distributed.transport").GroupTransport
@@ -294,43 +270,47 @@ def two_teams(opt: Any) -> tuple[str, float]:
         group = distributed.new_group(ranks)
         if rank in ranks:
             mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(ranks))
-            params += placed(plain_params(), mesh, [Shard(0)])
+            params += placed(plain_params(), mesh, "S0")
     with Direct(opt, timeout_ms=TIMEOUT_MS):
         transport.memory = WithoutFirst
         optimizer = opt.Muon(params)
         give(params, gradients(params, 0))
         start = time.monotonic()
         heard = message_of(lambda: (optimizer.step(), optimizer.state_dict()))
-    return heard, time.monotonic() - start
+    assert time.monotonic() - start < TIMEOUT_MS / 1000 + 4
+    if rank == 2:
+        assert "rank 0 of the group did not arrive at an exchange" in heard
+    else:
+        assert heard.startswith("CommUnavailable: ") and "no driver" in heard
 
 
 @pytest.mark.sees_defect("a team that cannot have p2p keeps its ranks from another team's set-up")
 def test_all_teams_are_settled_before_one_raises(doomed) -> None:
-    answers = doomed(3).run(two_teams, timeout=60)
-    heard = [text for text, _ in answers]
-    assert all(text.startswith("CommUnavailable: ") and "no driver" in text for text in heard[:2])
-    assert "rank 0 of the group did not arrive at an exchange" in heard[2]
-    assert max(seconds for _, seconds in answers) < TIMEOUT_MS / 1000 + 4
+    doomed(3).run(two_teams, timeout=60)
 
 
-def work_of_an_exchange(opt: Any, text: str, counts: int) -> dict[str, Any]:
-    """What is pushed and copied in a step of 8 matrices, two of each owner in a chunk."""
-    world = distributed.get_world_size()
+@pytest.mark.parametrize(("text", "world"), [("S0", 2), ("S0", 3), ("S1", 2)])
+@on_ranks()
+def test_nothing_is_put_together_on_the_way_to_an_owner(opt, text, world) -> None:
+    """One copy and one signal per rank, the own rows, and no copy of the batch behind them.
+
+    Of rows, in a step in which each owner has two matrices in a chunk; columns are put together.
+    """
     arena = module_of(opt, "distributed.symmetric.arena")
     exchange = module_of(opt, "optimizers.sharded.exchange")
-    shapes = [(8 * world, 16)] * counts
+    shapes = [(8 * world, 16)] * 4 * world
     params = on_all(text, shapes)
     config = opt.DistributedConfig(torch.float32, chunk_size=2 * world)
-    optimizer, found = opt.Muon(params, distributed=config), {"pushes": [], "in place": []}
+    optimizer, pushes, in_place = opt.Muon(params, distributed=config), [], []
     push, batch_of = arena.push, exchange.batch_of
 
     def pushed(targets, sources, **options):
-        found["pushes"].append(len(targets))
+        pushes.append(len(targets))
         push(targets, sources, **options)
 
     def batch(chunk, inbox, **options):
         made = batch_of(chunk, inbox, **options)
-        found["in place"].append(made.data_ptr() == inbox.data_ptr())
+        in_place.append(made.data_ptr() == inbox.data_ptr())
         return made
 
     with pytest.MonkeyPatch.context() as patch, Direct(opt) as counted:
@@ -341,24 +321,12 @@ def work_of_an_exchange(opt: Any, text: str, counts: int) -> dict[str, Any]:
                 patch.setattr(exchange, "batch_of", batch)
                 before = counted["p2p"]
             optimizer.step()
-        found["exchanges"] = counted["p2p"] - before
+        assert counted["p2p"] - before == 4
     assert_as_alone(opt, params, 2, shapes)
-    return found
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_nothing_is_put_together_on_the_way_to_an_owner(ranks, count) -> None:
-    """One copy and one signal per rank, the own rows, and no copy of the batch behind them."""
-    for found in ranks(count).run(work_of_an_exchange, "S0", 4 * count):
-        assert found["in place"] == [True, True]
-        # Two gathers and two ways back: to every other rank a message, to every rank a signal, and
-        # what stays here.
-        assert found["pushes"] == [2 * count] * found["exchanges"] and found["exchanges"] == 4
-
-
-def test_columns_are_put_together(ranks) -> None:
-    for found in ranks(2).run(work_of_an_exchange, "S1", 8):
-        assert found["in place"] == [False, False]
+    assert in_place == [text == "S0"] * 2
+    # Two gathers and two ways back: to every other rank a message, to every rank a signal, and what
+    # stays here.
+    assert pushes == [2 * world] * 4
 
 
 @pytest.mark.sees_defect("an optimizer whose copy steps goes back to the all-to-all without a word")

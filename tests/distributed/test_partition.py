@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._cases import bits, expected_on, mesh_of, placement
+from ._cases import bits, held_like, local, mesh_of, placed_like, spread
 from ._ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.dist
@@ -37,16 +36,13 @@ def gradients(params, step: int) -> list[torch.Tensor]:
     return [torch.randn(tuple(param.shape), generator=generator) for param in params]
 
 
-def placed(params, mesh, placements) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None))
-        for p in params
-    ]
+def placed(params, mesh, *texts: str) -> list[nn.Parameter]:
+    return [nn.Parameter(spread(param.detach(), mesh, *texts)) for param in params]
 
 
 def on_all(text: str, shapes=SHAPES) -> list[nn.Parameter]:
     """The same parameters placed alike, such as "S0", on one mesh of all ranks."""
-    return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), [placement(text)])
+    return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), text)
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -78,17 +74,7 @@ def outcome(optimizer, params) -> tuple[str, bool]:
 
 def give(params, grads) -> None:
     for param, grad in zip(params, grads, strict=True):
-        if hasattr(param, "placements"):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        param.grad = placed_like(param, grad)
 
 
 def assert_equal_bits(params, expected) -> None:
@@ -111,11 +97,6 @@ def assert_as_alone(opt, params, steps: int, shapes=SHAPES, **options) -> None:
     advance(opt.Muon(alone, **options), alone, *range(steps))
     pairs = zip(params, alone, strict=True)
     assert_equal_bits(params, [held_like(param, one.detach()) for param, one in pairs])
-
-
-def held_like(param, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a whole tensor that is held like a parameter."""
-    return expected_on(whole, param, getattr(param, "device_mesh", None))
 
 
 @contextlib.contextmanager
@@ -151,8 +132,7 @@ def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
     if texts is None:
         params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
     else:
-        mesh = mesh_of(mesh_shape)
-        params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
+        params, arguments = placed(plain_params(), mesh_of(mesh_shape), *texts), {}
     optimizer = opt.Muon(params, **arguments)
     with watched(opt) as watch:
         advance(optimizer, params, 0, 1)
@@ -180,7 +160,7 @@ def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
 
 def strided_group(opt) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = placed(plain_params(), mesh, "S0")
     optimizer = opt.Muon(params)
     with watched(opt) as watch:
         advance(optimizer, params, 0)
@@ -268,20 +248,6 @@ def test_equal_runs_of_rows_take_no_copy_each(opt, wire) -> None:
     assert copied == Counter()
 
 
-@on_ranks(3)
-def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
-    params, single = on_all("S0"), plain_params()
-    optimizer, alone = (opt.Muon(of_one, beta2=0.9) for of_one in (params, single))
-    advance(optimizer, params, 0, 1)
-    advance(alone, single, 0, 1)
-    for saved in (optimizer.state_dict(), alone.state_dict()):
-        copies = [nn.Parameter(param.detach().clone()) for param in params]
-        resumed = opt.Muon(copies, beta2=0.9)
-        resumed.load_state_dict(saved)
-        advance(resumed, copies, 2)
-        assert_as_alone(opt, copies, 3, beta2=0.9)
-
-
 @on_ranks(2)
 def test_state_of_another_placement_is_refused(opt) -> Any:
     optimizer = opt.Muon(on_all("S0"))
@@ -293,18 +259,17 @@ def test_state_of_another_placement_is_refused(opt) -> Any:
     return message
 
 
-def logged(opt) -> str:
-    params = on_all("S0")
-    logging.getLogger(opt.__name__).setLevel(logging.WARNING)
-    return opt.Muon(params).report(verbose=True)
+def shared_report(optimizer) -> str:
+    """Its report without the ends of lines: bytes and times, which every rank has of its own."""
+    lines = optimizer.report(verbose=True).splitlines()
+    return "\n".join(re.split(", kernels|; ", line)[0] for line in lines)
 
 
-def test_report_names_owners_and_the_wire(ranks) -> None:
-    texts = ranks(2).run(logged)
-    # Behind that stand bytes and times, which every rank has of its own.
-    shared = [[re.split(", kernels|; ", line)[0] for line in text.splitlines()] for text in texts]
-    text = "\n".join(same_everywhere(shared))
+@on_ranks(2)
+def test_report_names_owners_and_the_wire(opt) -> str:
+    text = shared_report(opt.Muon(on_all("S0")))
     assert "1 x (12, 5) on rank" in text
     assert "| owner rank 0 of 2" in text and "| owner rank 1 of 2" in text
     assert "of 2, float32 on the wire" in text
     assert "6 parameters by muon" in text
+    return text

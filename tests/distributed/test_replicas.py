@@ -51,16 +51,16 @@ def test_replicas_with_different_gradients_are_an_error_on_every_rank(opt, world
         params[index].grad += 1
     first = outcome(optimizer, params)
     give(params, gradients(params, 1))
-    message, written, after, moved = (*first, *outcome(optimizer, params))
+    assert outcome(optimizer, params) == ("none", True)
+    message, written = first
     if world == 1:
-        assert (message, written) == ("none", True)
-        return
+        assert first == ("none", True)
+        return message
     assert "hold the same parameters with different gradients" in message
     assert "gradients='unreduced'" in message and "gradients='reduced'" in message
     assert message.startswith(f"ranks {', '.join(map(str, range(world)))} ")
     assert not written
-    assert (after, moved) == ("none", True)
-    return message, after, moved
+    return message
 
 
 @pytest.mark.parametrize("count", [1, len(SHAPES)])
@@ -78,7 +78,7 @@ def test_gradients_that_a_replica_misses_are_an_error(opt, count) -> Any:
 
 @pytest.mark.parametrize("world", [2, 4])
 @on_ranks()
-def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world) -> Any:
+def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world) -> None:
     params = plain_params(SHAPES)
     optimizer = optimizer_of(opt, params)
     found = [outcome(optimizer, params)]  # without any gradient
@@ -90,11 +90,8 @@ def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world
         for group in copied.param_groups:
             give(group["params"], gradients(group["params"], 5))
         copied.step()
-    exchanged = exchange.call_count
-    collectives = sum(watch.calls.values())
     assert found == [("none", False), *[("none", True)] * 4]
-    assert (exchanged, collectives) == (1, 0)
-    return exchanged, collectives
+    assert exchange.call_count == 1 and not watch.calls
 
 
 @pytest.mark.parametrize("how", ["other values", "other shapes", "other numbers", "said so"])
@@ -102,23 +99,17 @@ def test_reduced_gradients_are_compared_once_and_without_a_collective(opt, world
 def test_ranks_that_train_on_their_own_go_on(opt, how) -> None:
     """Ranks that train different models, or say that they do."""
     rank = here()[0]
-    arguments, params = {}, plain_params(SHAPES)
-    if how == "said so":
-        arguments = {"gradients": "reduced"}
-    elif how == "other values":
-        params = plain_params(SHAPES, rank)
-    elif how == "other shapes":
-        params = plain_params(SHAPES[rank:])
-    elif how == "other numbers":
-        params = plain_params(SHAPES * (1 + rank))
+    shapes = {"other shapes": SHAPES[rank:], "other numbers": SHAPES * (1 + rank)}.get(how, SHAPES)
+    params = plain_params(shapes, rank if how == "other values" else 0)
+    arguments = {"gradients": "reduced"} if how == "said so" else {}
     optimizer = optimizer_of(opt, params, **arguments)
     give(params, gradients(params, 10 + rank))
     with exchanges(opt) as exchange:
         start = time.monotonic()
         found = outcome(optimizer, params)
         assert time.monotonic() - start < optimizer._ranks.config.timeout == 30
-    found = (*found, exchange.call_count)
-    assert found == ("none", True, int(how != "said so"))
+    assert found == ("none", True)
+    assert exchange.call_count == (how != "said so")
 
 
 def only_one_steps(opt) -> tuple[str, bool, float, str]:

@@ -10,19 +10,22 @@ import random
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
+from .._compare import relative_error
 from ..optimizers.test_update_rules import JULY, NanochatMuonAdamW, script
 from ._cases import (
     CASES,
     Case,
+    assert_tensors_equal,
     bits,
     device,
-    expected_on,
     mesh_of,
-    placement,
+    placed_like,
     run_alone,
     run_together,
+    spread,
+    tensors_of,
+    whole,
 )
 from ._ranks import on_ranks
 from .test_partition import give, gradients, message_of, on_all, outcome, placed
@@ -30,21 +33,13 @@ from .test_partition import give, gradients, message_of, on_all, outcome, placed
 pytestmark = pytest.mark.dist
 
 
-def compare(opt, cases: list[Case], offload: bool = False) -> int:
-    """Run every case on one rank and on all; returns how many tensors were compared."""
+def compare(opt, cases: list[Case], offload: bool = False) -> None:
+    """Every case has on all ranks the bits that it has on one."""
     compared = 0
     for case in cases:
-        single, names = run_alone(opt, case)
-        many, mesh = run_together(opt, case, offload=offload)
-        for name in names:
-            for key, tensor in many[name].items():
-                expected = expected_on(single[name][key], tensor, mesh)
-                found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                assert found.shape == expected.shape, f"{case}: {name} {key}"
-                difference = (found - expected).abs().amax() if found.numel() else 0
-                assert bits(found) == bits(expected), f"{case}: {name} {key} by {difference}"
-                compared += 1
-    return compared
+        many = run_together(opt, case, offload=offload)
+        compared += assert_tensors_equal(many, run_alone(opt, case), str(case))
+    assert compared > 4 * len(cases)
 
 
 @pytest.mark.sees_defect("other DTensors must be routed or refused, never taken for local tensors")
@@ -55,12 +50,11 @@ def compare(opt, cases: list[Case], offload: bool = False) -> int:
     "plans are cached by names, so that other shapes or meshes reuse wrong indices"
 )
 @pytest.mark.sees_defect("directions are rounded to bfloat16 on the way to their owner")
-def test_many_ranks_equal_one(ranks, world, device) -> None:
+@on_ranks()
+def test_many_ranks_equal_one(opt, world, device) -> None:
     """Shards of any kind, replicas, experts, missing gradients."""
     generator = random.Random(world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
-    for compared in ranks(world).run(compare, cases):
-        assert compared > 4 * len(cases)
+    compare(opt, [Case.random(generator, world, device.type) for _ in range(CASES[world])])
 
 
 NAMES = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
@@ -70,32 +64,21 @@ CONFIG = {"q_indices": [0, 1, 2], "k_indices": [0, 0, 0], "head_dim": 4, "thresh
 
 def clip_on_shards(opt, shape: tuple[int, ...], texts: tuple[str, ...], rounding: str) -> int:
     """Two clipped steps on shards and on one rank; returns how many tensors were compared."""
-    mesh, placements = mesh_of(shape), [placement(text) for text in texts]
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
-
     generator = torch.Generator().manual_seed(3)
     starts = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
     grads = [[torch.randn(s, generator=generator).bfloat16() for s in SHAPES] for _ in range(2)]
     results = []
-    for place in (torch.clone, spread):
+    for place in (torch.clone, lambda tensor: spread(tensor, mesh_of(shape), *texts)):
         params = [nn.Parameter(place(start)) for start in starts]
         optimizer = opt.Muon(
             zip(NAMES, params, strict=True), rounding=rounding, clip_config=CONFIG, lr=0.02
         )
         for of_step in grads:
-            for param, grad in zip(params, of_step, strict=True):
-                param.grad = place(grad)
+            give(params, of_step)
             optimizer.step(qk_logits={0: torch.tensor([40.0, 5.0, 20.0])})
-        results.append([{"param": param.detach(), **optimizer.state[param]} for param in params])
-    compared = 0
-    for alone, together in zip(*results, strict=True):
-        for key, found in together.items():
-            here = found.to_local() if hasattr(found, "to_local") else found
-            assert bits(here) == bits(expected_on(alone[key], found, mesh)), f"{texts}: {key}"
-            compared += 1
-    return compared
+        results.append(tensors_of(optimizer, dict(zip(NAMES, params, strict=True))))
+    alone, together = results
+    return assert_tensors_equal(together, alone, str(texts))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "residual"])
@@ -134,7 +117,7 @@ def test_ranks_clip_by_the_largest_logits_of_all(opt, held) -> None:
         generator = torch.Generator().manual_seed(3)
         params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         if not alone and held in ("S0", "R"):
-            params = placed(params, mesh_of((world,)), [placement(held)])
+            params = placed(params, mesh_of((world,)), held)
         group = {"kind": "muon", "params": params, "names": NAMES, "lr": 0.02}
         optimizer = opt.MuonAdamW([group], clip_config=CONFIG, **({} if alone else arguments))
         for step in range(3):
@@ -142,15 +125,12 @@ def test_ranks_clip_by_the_largest_logits_of_all(opt, held) -> None:
                 grad = torch.randn(shape, generator=generator)
                 if not alone and held == "unreduced" and rank != step:
                     grad = torch.zeros(shape)  # all of it comes from one rank
-                if hasattr(param, "placements"):
-                    grad = distribute_tensor(grad, param.device_mesh, param.placements)
-                param.grad = grad
+                param.grad = placed_like(param, grad)
             given = LARGEST if alone else LOGITS[(rank + step) % 3]
             if step == 1:
                 given = None  # of nobody
             optimizer.step(qk_logits=given and {0: torch.tensor(given)})
-        whole = [p.full_tensor() if hasattr(p, "placements") else p for p in params]
-        results.append([bits(param) for param in whole])
+        results.append([bits(whole(param)) for param in params])
     assert results[0] == results[1]
 
 
@@ -165,7 +145,7 @@ def test_noise_that_would_depend_on_the_ranks_is_refused(opt, held) -> None:
         message, written = outcome(optimizer, [param])
         assert not written
     else:
-        sharded = placed([param], mesh_of((2,)), [placement("S0")])
+        sharded = placed([param], mesh_of((2,)), "S0")
         group = {"kind": held, "params": sharded, "lr": 1e-3, "rounding": "stochastic"}
         message = message_of(lambda: opt.MuonAdamW([group]))
         assert "use rounding='residual'" in message
@@ -210,18 +190,18 @@ def test_nan_and_inf_on_one_rank_stay_in_their_matrix_on_all(opt, wire) -> list[
     return [bits(tensor.nan_to_num()) for tensor in full]
 
 
-def losses(opt) -> tuple[list[float], list[float]]:
+def losses(opt) -> list[float]:
     place = {"rank": distributed.get_rank(), "world": distributed.get_world_size()}
     theirs = script(NanochatMuonAdamW, 50, **place)
-    return theirs, script(functools.partial(opt.DistMuonAdamW, **JULY), 50, **place)
+    ours = script(functools.partial(opt.DistMuonAdamW, **JULY), 50, **place)
+    torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0.0)
+    return theirs
 
 
 def test_the_script_runs_with_our_class(ranks) -> None:
-    """Nothing in it but the class is another; every rank sees other data, and the same losses."""
-    results = ranks(2).run(losses)
-    assert results[0][0] != results[1][0]
-    for theirs, ours in results:
-        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0.0)
+    """Nothing in it but the class is another; every rank sees other data."""
+    first, second = ranks(2).run(losses)
+    assert first != second
 
 
 JULY_SHAPES = {"a": (12, 8), "b": (8, 12), "c": (12, 8), "d": (30, 7), "e": (8, 8)}
@@ -233,15 +213,18 @@ JULY_OPTIONS = {
 }
 
 
-def as_one_process(opt, sharing: str, options: dict) -> None:
+@pytest.mark.parametrize("options", JULY_OPTIONS.values(), ids=JULY_OPTIONS)
+@pytest.mark.parametrize("sharing", ["unreduced", "replicas", "sharded"])
+@on_ranks(2)
+def test_ranks_give_the_bits_of_one_process(opt, sharing, options) -> None:
+    """Norms are of whole rows and matrices, which their owner has: also with columns sharded."""
     mesh = mesh_of((distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator) for shape in JULY_SHAPES.values()]
     alone = [nn.Parameter(value.to(device())) for value in drawn]
-    shared = [nn.Parameter(p.detach().clone()) for p in alone]
+    shared = [nn.Parameter(param.detach().clone()) for param in alone]
     if sharing == "sharded":
-        split = enumerate(shared)
-        shared = [nn.Parameter(distribute_tensor(p, mesh, [Shard(k % 2)])) for k, p in split]
+        shared = [nn.Parameter(spread(p.data, mesh, f"S{k % 2}")) for k, p in enumerate(shared)]
     options = {"kind": "muon", "lr": 0.1, "names": [*JULY_SHAPES], **options}
     make = {
         "unreduced": opt.DistMuonAdamW,
@@ -254,25 +237,12 @@ def as_one_process(opt, sharing: str, options: dict) -> None:
             # Of eight bits, so that the contributions of both ranks have exactly this mean.
             grad = torch.randn(param.shape, generator=generator).bfloat16().float().to(device())
             param.grad = grad
-            if sharing == "unreduced":
-                piece.grad = grad * (0.5 + distributed.get_rank())
-            elif sharing == "sharded":
-                piece.grad = distribute_tensor(grad, mesh, piece.placements)
-            else:
-                piece.grad = grad.clone()
+            of_rank = 0.5 + distributed.get_rank() if sharing == "unreduced" else 1
+            piece.grad = placed_like(piece, grad * of_rank)
         one.step()
         many.step()
     for param, piece in zip(alone, shared, strict=True):
-        assert bits(param) == bits(piece.full_tensor() if sharing == "sharded" else piece)
-
-
-@pytest.mark.parametrize("options", JULY_OPTIONS.values(), ids=JULY_OPTIONS)
-@pytest.mark.parametrize("sharing", ["unreduced", "replicas", "sharded"])
-def test_ranks_give_the_bits_of_one_process(ranks, sharing, options) -> None:
-    """Norms are of whole rows and matrices, which their owner has: also with columns sharded."""
-    if device() == "cuda":
-        pytest.skip("messages are float16 there, and directions of one process are not")
-    ranks(2).run(as_one_process, sharing, options)
+        assert bits(param) == bits(whole(piece))
 
 
 @pytest.mark.parametrize("sharding", ["replicas", "sharded"])
@@ -292,13 +262,12 @@ def test_the_size_of_gradients_changes_nothing_on_a_float16_wire(opt, sharding) 
             grad = (grad * torch.logspace(0, -3, shape[0])[:, None]).to(device())
             value = torch.zeros_like(grad)
             if sharding == "sharded":
-                placements = [Shard(number % 2)]
-                value, grad = (distribute_tensor(x, mesh, placements) for x in (value, grad))
+                value, grad = (spread(x, mesh, f"S{number % 2}") for x in (value, grad))
             params.append(nn.Parameter(value))
             params[-1].grad = grad
         rule = {"lr": 1.0, "weight_decay": 0.0, "dtype": torch.float32, **JULY}
         opt.Muon(params, **rule, **options).step()
-        return [p.full_tensor() if sharding == "sharded" else p.detach() for p in params]
+        return [whole(param.detach()) for param in params]
 
     alone = torch.cat([param.flatten() for param in stepped(2.0**-20)])
     options = {"distributed": opt.DistributedConfig(torch.float16)}
@@ -308,8 +277,7 @@ def test_the_size_of_gradients_changes_nothing_on_a_float16_wire(opt, sharding) 
     for factor in (1.0, 2.0**-20, 1e-5):
         params = stepped(factor, sharding, **options)
         found.append([bits(param) for param in params])
-        whole = torch.cat([param.flatten() for param in params])
-        errors.append(((whole - alone).norm() / alone.norm()).item())
-    whole, small, other = found
-    assert small == whole != other
+        errors.append(relative_error(torch.cat([p.flatten() for p in params]), alone))
+    plain, small, other = found
+    assert small == plain != other
     assert max(errors) < 2e-3, errors

@@ -11,8 +11,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ._cases import bits, device
-from ._ranks import on_ranks, same_everywhere
+from ._cases import bits, device, local
+from ._ranks import on_ranks
 from .test_partition import (
     assert_equal_bits,
     give,
@@ -22,6 +22,7 @@ from .test_partition import (
     on_all,
     outcome,
     plain_params,
+    shared_report,
     watched,
 )
 
@@ -103,7 +104,7 @@ def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
     for param, other in zip(params, expected, strict=True):
         for key, value in optimizer.state[param].items():
             whole = single.state[other][key]
-            here = value.to_local() if hasattr(value, "to_local") else value
+            here = local(value)
             elements += here.numel()
             if hasattr(value, "to_local"):
                 each = -(-whole.shape[0] // world)
@@ -225,38 +226,30 @@ def test_contributions_and_updates_travel_in_half_precision_if_asked(opt) -> lis
     return [bits(param) for param in results[1]]
 
 
-def counted(opt, none_grad: bool) -> dict[str, int]:
-    params = parameters()
-    listed = groups(params)
-    for group in listed:
-        group["none_grad"] = none_grad
-    optimizer = opt.DistMuonAdamW(listed)
-
-    with watched(opt) as watch:
-        contribute(params, 0)
-        optimizer.step()
-    assert all((param.grad is None) == none_grad for param in params)
-    return dict(watch.calls)
-
-
 @pytest.mark.sees_defect("small gradients are reduced one by one, into p.grad")
 @pytest.mark.sees_defect(
     "fewer matrices than ranks leave ranks idle, and padding travels both ways"
 )
-def test_small_parameters_share_one_all_reduce(ranks) -> None:
+@pytest.mark.parametrize("none_grad", [True, False])
+@on_ranks(2)
+def test_small_parameters_share_one_all_reduce(opt, none_grad) -> None:
     """Private buffers, one call; two exchanges per shape of a group and large parameter."""
-    calls = same_everywhere(ranks(2).run(counted, True))
+    params = parameters()
+    optimizer = opt.DistMuonAdamW([{**g, "none_grad": none_grad} for g in groups(params)])
+    contribute(params, 0)
+    with watched(opt) as watch:
+        optimizer.step()
+    assert all((param.grad is None) == none_grad for param in params)
     questions = 2  # which gradients there are, and in the first step whether they differ
-    assert calls["all_reduce"] == 1 + questions
+    assert watch.calls["all_reduce"] == 1 + questions
     # By predicted time both 8 x 6 matrices of the second group are one rank's: a turn for each.
-    assert calls["all_to_all"] == 2 * (2 + (2 + 1) + 3)
-    assert same_everywhere(ranks(2).run(counted, False)) == calls
+    assert watch.calls["all_to_all"] == 2 * (2 + (2 + 1) + 3)
 
 
 @pytest.mark.sees_defect("gradients that DDP reduced are averaged again")
 @on_ranks(2)
 def test_gradients_that_ddp_reduced_are_noticed(opt) -> Any:
-    """They would be averaged twice."""
+    """They would be averaged twice; also after a step before the first backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False))
     wrapped = DistributedDataParallel(model)
@@ -266,23 +259,12 @@ def test_gradients_that_ddp_reduced_are_noticed(opt) -> Any:
             {"kind": "adamw", "params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.1},
         ]
     )
+    optimizer.step()
     torch.manual_seed(distributed.get_rank())
     wrapped(torch.randn(3, 8)).square().sum().backward()
     message, written = outcome(optimizer, [*model.parameters()])
     assert "every rank has the same gradients, bit for bit" in message
     assert "DistributedDataParallel" in message and not written
-    return message
-
-
-@on_ranks(2)
-def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(opt) -> Any:
-    params = parameters()
-    optimizer = opt.DistMuonAdamW(groups(params))
-    optimizer.step()  # of a trainer that steps before its first backward pass
-    for index, param in enumerate(params):
-        param.grad = contribution(param.shape, 0, 0, index)
-    message, written = outcome(optimizer, params)
-    assert "every rank has the same gradients, bit for bit" in message and not written
     return message
 
 
@@ -315,7 +297,8 @@ def test_a_resumed_run_continues_bit_for_bit(opt) -> None:
         assert_equal_bits(copies, expected)
 
 
-def copied(opt) -> str:
+@on_ranks(2)
+def test_a_copied_optimizer_keeps_its_owners_and_says_who_they_are(opt) -> str:
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
     train(optimizer, params, range(2))
@@ -328,18 +311,12 @@ def copied(opt) -> str:
         contribute(of_one, 9)
         one.step()
     assert_equal_bits(copies, originals)
-    return clone.report(verbose=True)
-
-
-def test_a_copied_optimizer_keeps_its_owners_and_says_who_they_are(ranks) -> None:
-    texts = ranks(2).run(copied)
-    # Behind that stand bytes and times, which every rank has of its own.
-    shared = [[re.split(", kernels|; ", line)[0] for line in text.splitlines()] for text in texts]
-    text = "\n".join(same_everywhere(shared))
+    text = shared_report(clone)
     assert "parameter 0 (37, 40): adamw | rows shared out to 2 ranks" in text
     assert "parameter 2 (5, 3): adamw | owner every rank\n" in text
     assert "1 x (8, 6) on rank 0 of 2, float32 on the wire" in text
     assert "5 parameters by muon in 5 batches" in text
+    return text
 
 
 def later_groups(opt) -> tuple[int, ...]:
@@ -442,10 +419,6 @@ def test_slices_travel_between_bands(opt) -> Any:
     return order
 
 
-def _work_in(size: int, where: torch.device) -> None:
-    torch.empty(size, dtype=torch.uint8, device=where).zero_()
-
-
 @pytest.mark.gpu
 @on_ranks(2)
 def test_captures_cut_up_one_block(opt) -> None:
@@ -456,7 +429,7 @@ def test_captures_cut_up_one_block(opt) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for power in (23, 24, 25, 26):
-        graph = capture(lambda size=2**power: _work_in(size, where))
+        graph = capture(lambda size=2**power: torch.zeros(size, dtype=torch.uint8, device=where))
         graph.replay()
         torch.cuda.synchronize()
         del graph
@@ -468,7 +441,8 @@ PER_ELEMENT = 7 * 4  # gradient, buffer or moments twice, direction twice, param
 MOMENTUM = 4 * 4  # gradient, buffer twice, direction
 
 
-def reported(opt: Any, held: str) -> tuple[list[int], str]:
+def reported(opt: Any, held: str) -> list[int]:
+    """The bytes that this rank moves, by parameter."""
     params = on_all("S0", SHAPES) if held == "sharded" else plain_params(SHAPES)
     arguments = {"gradients": "unreduced"} if held == "unreduced" else {}
     groups = [
@@ -481,21 +455,18 @@ def reported(opt: Any, held: str) -> tuple[list[int], str]:
     give(params, values)
     optimizer.step()
     *lines, last = optimizer.report(verbose=True).splitlines()
-    moved = [int(re.search(r"(\d+) bytes moved", line)[1]) for line in lines]
-    return moved, last
+    assert ", of what this rank does" in last
+    # AdamW on shards is each rank's own.
+    assert last.endswith("beside what ranks share") == (held == "sharded")
+    return [int(re.search(r"(\d+) bytes moved", line)[1]) for line in lines]
 
 
 @pytest.mark.parametrize("held", ["sharded", "unreduced"])
 def test_bytes_are_those_of_this_rank(ranks, held) -> None:
     """The whole parameter on every rank would count everything twice."""
-    answers = ranks(2).run(reported, held)
-    totals = [sum(of_param) for of_param in zip(*(moved for moved, _ in answers), strict=True)]
+    totals = [sum(of_param) for of_param in zip(*ranks(2).run(reported, held), strict=True)]
     matrix, table = 12 * 8, 40 * 30
     if held == "sharded":
         assert totals == [matrix * PER_ELEMENT] * 2 + [table * PER_ELEMENT]
     else:  # one owner advances the momentum, and both apply the update
         assert totals == [matrix * (MOMENTUM + 2 * 12)] * 2 + [table * PER_ELEMENT]
-    for _, last in answers:
-        assert ", of what this rank does" in last
-    measured = [last.endswith("beside what ranks share") for _, last in answers]
-    assert measured == [held == "sharded"] * 2  # AdamW on shards is each rank's own

@@ -31,9 +31,9 @@ from .._compare import assert_error_at_most, assert_same_tensors
 from ..conftest import ROOT
 from ..examples.test_examples import corpus  # noqa: F401 - a fixture
 from ..optimizers._steps import TinyTransformer, language_loss
-from ._cases import bits
+from ._cases import bits, whole
 from ._ranks import on_ranks, same_everywhere
-from .test_partition import message_of, whole
+from .test_partition import message_of
 
 pytestmark = pytest.mark.dist
 
@@ -77,36 +77,23 @@ def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
     return model, model
 
 
-def grouped(optimizer):
-    groups = enumerate(optimizer.param_groups)
-    return [(group, optimizer.parameter_names(number)) for number, group in groups]
-
-
 @pytest.mark.parametrize(
     ("wrapper", "world"), [("FSDP2", 3), ("FSDP2", 4), ("HSDP", 4), ("TP", 4), ("DDP", 3)]
 )
 @on_ranks()
 def test_wrapped_models_step_as_on_one_rank(opt: Any, wrapper, world) -> list[bytes]:
-    world = distributed.get_world_size()
     called, model = build(wrapper, world)
     arguments = {"process_group": distributed.group.WORLD} if wrapper == "DDP" else {}
     groups = opt.get_default_muon_param_groups(model, no_decay=False)
     optimizer = opt.Muon(groups, lr=0.1, **arguments)
-    names = [name for name, _ in model.named_parameters()]
-    single = {
-        name: nn.Parameter(whole(param.detach()).clone())
-        for name, param in model.named_parameters()
-    }
-    routed = {
-        name: group["use_muon"] for group, names_of in grouped(optimizer) for name in names_of
-    }
-    beside = opt.Muon(
-        [
-            {"params": [(n, single[n]) for n in names if routed[n] is kind], "use_muon": kind}
-            for kind in (True, False)
-        ],
-        lr=0.1,
-    )
+    single, beside = {}, []
+    for number, group in enumerate(optimizer.param_groups):
+        names = optimizer.parameter_names(number)
+        copies = [nn.Parameter(whole(p.detach()).clone()) for p in group["params"]]
+        single |= dict(zip(names, copies, strict=True))
+        beside.append({"params": copies, "names": names, "use_muon": group["use_muon"]})
+    assert sum(len(group["params"]) for group in beside if group["use_muon"]) == 3
+    beside = opt.Muon(beside, lr=0.1)
     for step in range(STEPS):
         torch.manual_seed(100 * step + distributed.get_rank() // (2 if wrapper == "TP" else 1))
         logits = called(torch.randint(0, 13, (4, 5)))
@@ -116,13 +103,9 @@ def test_wrapped_models_step_as_on_one_rank(opt: Any, wrapper, world) -> list[by
         optimizer.step()
         beside.step()
         optimizer.zero_grad()
-    assert sum(routed.values()) == 3
-    results = []
     for name, param in model.named_parameters():
-        together = whole(param.detach())
-        assert bits(together) == bits(single[name]), name
-        results.append(bits(together))
-    return results
+        assert bits(whole(param.detach())) == bits(single[name]), name
+    return [bits(param) for param in single.values()]
 
 
 def model_of(
@@ -229,17 +212,16 @@ def test_an_adapter_in_shards_is_saved_as_a_whole_one(opt: Any, how, modules, tm
     assert found == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def save_into_a_file(opt: Any, folder: Path) -> str:
-    model = shard(model_of(opt))
-    message = message_of(lambda: opt.integrations.save_peft_adapter(model, folder / "file"))
-    return message.removeprefix("OSError: the rank that writes ")
-
-
-def test_all_ranks_raise_if_the_one_that_writes_fails(ranks, tmp_path) -> None:
+@on_ranks(2)
+def test_all_ranks_raise_if_the_one_that_writes_fails(opt: Any, tmp_path) -> str:
     (tmp_path / "file").touch()
-    first, second = ranks(2).run(save_into_a_file, tmp_path)
-    assert first.startswith("FileExistsError") and str(tmp_path / "file") in first
-    assert second == f"failed: {first}"
+    model = shard(model_of(opt))
+    message = message_of(lambda: opt.integrations.save_peft_adapter(model, tmp_path / "file"))
+    if distributed.get_rank():
+        assert message.startswith("OSError: the rank that writes failed: ")
+        message = message.removeprefix("OSError: the rank that writes failed: ")
+    assert message.startswith("FileExistsError") and str(tmp_path / "file") in message
+    return message
 
 
 @on_ranks(2)
@@ -294,9 +276,7 @@ def test_gradients_under_fsdp2_are_those_of_one_process(opt: Any) -> None:
         ids = tokens()
         model(input_ids=ids, labels=ids).loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        grads.append(
-            {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in trained.items()}
-        )
+        grads.append({name: whole(param.grad) for name, param in trained.items()})
     assert grads[0].keys() == grads[1].keys()
     for name, gradient in grads[0].items():
         assert isinstance(gradient, torch.Tensor)
@@ -336,10 +316,10 @@ def train_accelerated(accelerator: Any, model: Any, optimizer: Any, steps: range
         optimizer.zero_grad()
 
 
-def accelerated(opt: Any, folder: str) -> tuple[list[bytes], list[bytes], list[bool]]:
-    """Parameters after four steps, at once and from a checkpoint after two; where state lies."""
-    from torch import distributed
-
+@on_ranks(2)
+def test_accelerate_shards_saves_and_resumes(opt, tmp_path: Path) -> list[bytes]:
+    """Four steps at once, and from a checkpoint after two."""
+    pytest.importorskip("accelerate")
     device = torch.device(os.environ["RANKS_DEVICE"])
     rank, world = str(distributed.get_rank()), str(distributed.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -347,23 +327,18 @@ def accelerated(opt: Any, folder: str) -> tuple[list[bytes], list[bytes], list[b
         accelerator, model, optimizer = prepared(opt, device)
         assert not optimizer.optimizer.state  # none while the parameters are whole
         train_accelerated(accelerator, model, optimizer, range(2))
-        accelerator.save_state(folder)
+        accelerator.save_state(str(tmp_path))
         train_accelerated(accelerator, model, optimizer, range(2, 4))
         through = [bits(whole(param.detach())) for param in model.parameters()]
         states = [state for state in optimizer.state.values() if "momentum_buffer" in state]
         sharded = [hasattr(state["momentum_buffer"], "placements") for state in states]
+        assert sharded == [True] * 4
 
         accelerator, model, optimizer = prepared(opt, device)
-        accelerator.load_state(folder)
+        accelerator.load_state(str(tmp_path))
         train_accelerated(accelerator, model, optimizer, range(2, 4))
-    return through, [bits(whole(param.detach())) for param in model.parameters()], sharded
-
-
-def test_accelerate_shards_saves_and_resumes(ranks, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    through, resumed, sharded = same_everywhere(ranks(2).run(accelerated, str(tmp_path)))
-    assert through == resumed
-    assert sharded == [True] * 4
+    assert through == [bits(whole(param.detach())) for param in model.parameters()]
+    return through
 
 
 SIZES = ("--layers", 1, "--channels", 16, "--heads", 2, "--batch", 12, "--context", 16)

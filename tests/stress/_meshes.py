@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -180,9 +179,12 @@ class Problem:
             {k: self._local(layouts[k], wholes[k], rank) for k in set(numbers)}
             for rank in range(self.ranks)
         ]
-        inboxes = self._gathered(
-            routes, lambda rank, part: part.box.view(locals_[rank][numbers[part.job]])
-        )
+        outboxes = [torch.zeros(route.sent.size, dtype=torch.uint8) for route in routes]
+        for rank, route in enumerate(routes):
+            for part in route.sent.parts:
+                held = part.box.view(locals_[rank][numbers[part.job]])
+                part.of(outboxes[rank], WIRE).copy_(held)
+        inboxes = self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
         answers = [torch.zeros(route.answered.size, dtype=torch.uint8) for route in routes]
         for rank, route in enumerate(routes):
             put = {job: torch.full_like(regions[job], torch.nan) for job in route.owned}
@@ -237,14 +239,6 @@ class Problem:
             parts = [held.narrow(dim, *run) for run in runs]
             held = torch.cat(parts, dim) if parts else held.narrow(dim, 0, 0)
         return held.contiguous()
-
-    def _gathered(self, routes: list[Any], source: Callable[[int, Any], Tensor]) -> list[Tensor]:
-        """What arrives where every rank sends its parts: of each what `source` gives."""
-        outboxes = [torch.zeros(route.sent.size, dtype=torch.uint8) for route in routes]
-        for rank, route in enumerate(routes):
-            for part in route.sent.parts:
-                part.of(outboxes[rank], WIRE).copy_(source(rank, part))
-        return self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
 
     def _delivered(
         self, sent: list[Any], received: list[Any], outboxes: list[Tensor]

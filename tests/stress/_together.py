@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from ..distributed._cases import mesh_of, placement
+from ..distributed._cases import mesh_of, spread
 from ._episode import ALIKE, PlannedError, raises
 from ._problem import (
     DifferenceError,
@@ -79,8 +79,7 @@ class Together(Pair):
             if len(chosen) == 2 and chosen[1] == "S0" and self.generator.random() < 0.5:
                 chosen[0] = f"T{self.mesh.mesh.shape[1]}"
             self.places[name] = tuple(chosen)
-        places = [placement(text) for text in self.places[name]]
-        return distribute_tensor(value, self.mesh, places, src_data_rank=None)
+        return spread(value, self.mesh, *self.places[name])
 
     def fill_gradients(self) -> None:
         """Whole numbers: sums over ranks and their mean over two or four are exact."""

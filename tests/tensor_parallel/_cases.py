@@ -89,40 +89,33 @@ def cases(sizes: tuple[Sizes, ...]) -> list[Case]:
     return found
 
 
-def run_all(opt: Any, sizes: tuple[Sizes, ...], device: str, dtype: torch.dtype, fuse: str) -> dict:
-    """Name of each case -> what `run` returns, or a traceback under "failed"."""
-    results = {}
-    for case in cases(sizes):
-        try:
-            results[case.name] = run(opt, case, torch.device(device), dtype, fuse)
-        except Exception:
-            results[case.name] = {"failed": traceback.format_exc()}
-    return results
+def wrong_products(
+    opt: Any, sizes: tuple[Sizes, ...], device: torch.device, dtype: torch.dtype, fuse: str
+) -> list[str]:
+    """What is wrong with each case: an error above its budget, another path, or a traceback."""
+    path = FUSED if fuse == "always" else PLAIN
+    return [text for case in cases(sizes) for text in _wrong(opt, case, device, dtype, fuse, path)]
 
 
-def run(opt: Any, case: Case, device: torch.device, dtype: torch.dtype, fuse: str) -> dict:
-    """Errors of the result and of both gradients, with their budgets, and the calls by path."""
+def _wrong(opt: Any, case: Case, device, dtype: torch.dtype, fuse: str, path: str) -> list[str]:
     tp = opt.tensor_parallel
     tp.reset_comm_report()
     check = _check_gather if case.op == "gather" else _check_scatter
-    errors = check(tp, case, device, dtype, fuse)
+    try:
+        errors = check(tp, case, device, dtype, fuse)
+    except Exception:
+        return [f"{case.name}: {traceback.format_exc()}"]
+    wrong = [
+        f"{case.name}: {name} is off by {error:.2e}, allowed are {budget:.2e}"
+        for name, (error, budget) in errors.items()
+        if not error <= budget
+    ]
     calls: dict[str, int] = {}
     for record in tp.comm_report():
         key = f"{record.op}/{record.path}"
         calls[key] = calls.get(key, 0) + record.calls
-    return {"errors": errors, "calls": calls}
-
-
-def verdict(case: Case, result: dict, path: str) -> list[str]:
-    if "failed" in result:
-        return [f"{case.name}: {result['failed']}"]
-    wrong = [
-        f"{case.name}: {name} is off by {error:.2e}, allowed are {budget:.2e}"
-        for name, (error, budget) in result["errors"].items()
-        if not error <= budget
-    ]
-    if result["calls"] != case.expected(path):
-        wrong.append(f"{case.name}: ran {result['calls']}, expected {case.expected(path)}")
+    if calls != case.expected(path):
+        wrong.append(f"{case.name}: ran {calls}, expected {case.expected(path)}")
     return wrong
 
 

@@ -16,16 +16,12 @@ from . import _cases
 ON_CPU = "symmetric memory is CUDA's, and the tensors are not on a CUDA device"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request, ranks) -> list[dict]:
-    arguments = (_cases.CPU, "cpu", torch.bfloat16, "auto")
-    return ranks(request.param).run(_cases.run_all, *arguments)
-
-
-@pytest.mark.parametrize("case", _cases.cases(_cases.CPU), ids=lambda case: case.name)
-def test_equals_float64(case, results) -> None:
-    for rank, of_rank in enumerate(results):
-        assert not _cases.verdict(case, of_rank[case.name], _cases.PLAIN), f"on rank {rank}"
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_equals_float64(opt, world) -> None:
+    device = torch.device("cpu")
+    wrong = _cases.wrong_products(opt, _cases.CPU, device, torch.bfloat16, "auto")
+    assert not wrong, "\n".join(wrong)
 
 
 @on_ranks(2)

@@ -336,8 +336,8 @@ def scattered(x, dim, group):
     return (scatter or functional.reduce_scatter_tensor)(x, "sum", dim, group)
 
 
-def after_the_pass(function: Callable, *sizes, nccl: bool = True, enabled: bool = True):
-    """The graph of `function` behind the pass, and what holds while it is looked at."""
+def after_the_pass(function: Callable, *sizes):
+    """The graph of `function` behind the pass."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
@@ -349,10 +349,7 @@ def after_the_pass(function: Callable, *sizes, nccl: bool = True, enabled: bool 
         gm = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
         remove_noop_ops(gm.graph)
         view_to_reshape(gm)
-        with mock.patch("torch.distributed.is_nccl_available", lambda: nccl):
-            names = None if enabled else {"another"}
-            with symmetric_memory._test_mode(names):
-                micro_pipeline_tp_pass(gm.graph)
+        micro_pipeline_tp_pass(gm.graph)
     return gm
 
 
@@ -361,13 +358,12 @@ def check(opt, group):
     """`check(function, *sizes)`: what `assert_async_tp_fused` returns of it behind the pass."""
 
     def on(function, *sizes, of=None, nccl=True, enabled=True):
-        gm = after_the_pass(function, *sizes, nccl=nccl, enabled=enabled)
-        names = None if enabled else {"another"}
         with (
             mock.patch("torch.distributed.is_nccl_available", lambda: nccl),
-            symmetric_memory._test_mode(names),
+            symmetric_memory._test_mode(None if enabled else {"another"}),
         ):
-            return opt.tensor_parallel.assert_async_tp_fused(gm, of)
+            graph = after_the_pass(function, *sizes)
+            return opt.tensor_parallel.assert_async_tp_fused(graph, of)
 
     return on
 
@@ -418,18 +414,13 @@ def test_what_is_left_has_its_reason(check, group, reason) -> None:
         check(LEFT[reason](group), (8, 64), (64, 64))
 
 
-def gather_and_multiply(group):
-    return lambda a, b: gathered(a, 0, group) @ b
-
-
-def test_a_group_without_symmetric_memory_is_named(check, group) -> None:
-    with pytest.raises(AssertionError, match="not enabled for the group '0'"):
-        check(gather_and_multiply(group), (8, 64), (64, 32), enabled=False)
-
-
-def test_torch_without_nccl_is_named(check, group) -> None:
-    with pytest.raises(AssertionError, match="built without NCCL"):
-        check(gather_and_multiply(group), (8, 64), (64, 32), nccl=False)
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("enabled", "not enabled for the group '0'"), ("nccl", "built without NCCL")],
+)
+def test_what_torch_lacks_is_named(check, group, lacks, said) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check(lambda a, b: gathered(a, 0, group) @ b, (8, 64), (64, 32), **{lacks: False})
 
 
 def test_collectives_of_other_groups_do_not_count(check, group) -> None:

@@ -7,7 +7,7 @@ process_groups: which ranks these are
 transport has collectives; choose_transport says why symmetric/ or nccl_ce take their place
 """
 
-from .choose_transport import TRANSPORTS, Planned, Traffic, TransportOptions
+from .choose_transport import TRANSPORTS, CommUnavailable, Planned, Traffic, TransportOptions
 from .load_balance import assign, chunked
 from .message_layout import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .pipeline import Phases, in_flight, run_pipeline
@@ -16,7 +16,6 @@ from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .symmetric.low_contention import all_gather_lc, reduce_scatter_lc
 from .symmetric.p2p import Lease
 from .transport import Future, Identity, Transport, extremes, whole
-from .unavailable import CommUnavailable
 
 __all__ = [
     "ALIGNMENT",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .message_layout import Message
-from .unavailable import CommUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,21 @@ TRANSPORTS = ("auto", "p2p", "nccl_ce", "nccl")
 # and the share of the computation from which on transfers do not hide under it.
 LINK_RATE = 304e9
 CROSSOVER = 0.8
+
+
+class CommUnavailable(RuntimeError):  # noqa: N818
+    """What `strict` raises where a slower transport, or a product beside it, would have run.
+
+    Attributes:
+        reason: Why, in a sentence; equal reasons are equal strings.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.reason,)
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,6 @@ class Split:
     going: tuple[int, ...]  # of them, what this rank sends to each
     coming: tuple[int, ...]
 
-    @property
-    def padded(self) -> bool:
-        """Whether messages have to be taken apart."""
-        return {*self.going, *self.coming} != {self.bytes}
-
     def places(self, counts: Sequence[int]) -> list[tuple[slice, slice]]:
         """(in the message, in the window) of every part that is not empty."""
         ends = itertools.accumulate(counts)

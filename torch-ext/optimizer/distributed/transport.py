@@ -547,7 +547,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-Transport = GroupTransport | AllToAll | Identity
+Transport = GroupTransport | Identity
 
 
 def extremes(transport: Transport, values: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
+from ..choose_transport import CommUnavailable
 from ..transport import GroupTransport
-from ..unavailable import CommUnavailable
 from .arena import Arena, Done, check_not_captured
 from .p2p import Slots
 

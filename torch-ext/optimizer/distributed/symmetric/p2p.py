@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,6 +71,19 @@ class Lease:
         self.owner.give(self.slot)
 
 
+@dataclass(eq=False)
+class _Kept:
+    """What is kept of a message that comes here, and of what this rank sends with it."""
+
+    offsets: Sequence[int]  # as of `PeerToPeer`
+    copies: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)  # slot, outbox
+    places: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)  # by slot
+    time: _Time | None = None  # of the last exchange
+    without: bool = False  # no slot was free
+    in_place: bool = False  # this rank sent parts from where they are
+    early: bool = False  # exchanged in backward
+
+
 class PeerToPeer:
     """Exchanges over an arena.
 
@@ -83,24 +96,17 @@ class PeerToPeer:
     name = "p2p"
 
     def __init__(self, arena: Arena, offsets: Mapping[int, Sequence[int]]) -> None:
-        self.arena, self._offsets = arena, offsets
+        self.arena = arena
+        self._kept = {message: _Kept(of_message) for message, of_message in offsets.items()}
         used = arena.launched if arena.launched > 1 else 0  # by more than its handshake
         self.slots = Slots(arena.slots, used)
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_of: dict[int, int] = {}  # id of a view
-        self._copies: dict[tuple[int, int, int], tuple[Any, ...]] = {}
-        self._places: dict[tuple[int, int], tuple[list[int], list[Tensor]]] = {}
-        self._times: dict[int, _Time] = {}  # id of a message that comes here -> its last exchange
         self.barriers = 0  # exchanges that only said that a slot was read
-        self.without: set[int] = set()  # ids of messages that found no slot free
-        self.in_place: set[int] = set()  # ids of messages with which this rank sent parts
-        self.early: set[int] = set()  # ids of messages that were exchanged in backward
 
     def follow(self, renamed: Mapping[int, int]) -> None:
         """Take other messages in the place of those before, whose ids are given with the new."""
-        self._offsets = {renamed[key]: found for key, found in self._offsets.items()}
-        self._copies, self._places, self._times = {}, {}, {}
-        self.without, self.in_place, self.early = set(), set(), set()
+        self._kept = {renamed[key]: _Kept(found.offsets) for key, found in self._kept.items()}
 
     def inbox(self, coming: Message) -> Lease | None:
         """A slot for a message; None if it goes another way, or none is free."""
@@ -108,7 +114,7 @@ class PeerToPeer:
             return None
         slot = self.slots.take()
         if slot is None:
-            self.without.add(id(coming))
+            self._kept[id(coming)].without = True
             return None
         view = self._views.get((slot, coming.size))
         if view is None:
@@ -123,23 +129,24 @@ class PeerToPeer:
 
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""
-        return id(coming) in self._offsets
+        return id(coming) in self._kept
 
     def why_not(self, coming: Message) -> str | None:
         """Why a message that moves this way did not; None if it did."""
-        if id(coming) in self.without:
+        if self._kept[id(coming)].without:
             return f"no slot was free: slots={self.slots.count} are fewer than a step needs"
         return None
 
     def how(self, coming: Message) -> str:
         """What a report adds of a message: how this rank sent it."""
-        place = "; pushed from where it lies" if id(coming) in self.in_place else ""
-        return place + ("; begun in backward" if id(coming) in self.early else "")
+        kept = self._kept[id(coming)]
+        place = "; pushed from where it lies" if kept.in_place else ""
+        return place + ("; begun in backward" if kept.early else "")
 
     def milliseconds(self, coming: Message) -> float | None:
         """How long its last exchange took, if it has ended."""
-        found = self._times.get(id(coming))
-        return None if found is None else found.milliseconds()
+        time = self._kept[id(coming)].time
+        return None if time is None else time.milliseconds()
 
     def takes(self, coming: Message, inbox: Tensor) -> bool:
         """Whether it exchanges what comes into an inbox: one of its slots."""
@@ -157,39 +164,38 @@ class PeerToPeer:
 
     def begin_early(self, coming: Message) -> None:
         """A message is exchanged in backward."""
-        self.early.add(id(coming))
+        self._kept[id(coming)].early = True
 
     def exchange(
         self, going: Message, outbox: Tensor | Sequence[Tensor], coming: Message, inbox: Tensor
     ) -> Done:
         """Push what this rank sends, and wait for what it receives. See `GroupTransport`."""
-        slot = self._slot_of[id(inbox)]
+        slot, kept = self._slot_of[id(inbox)], self._kept[id(coming)]
         if not self.slots.is_read(slot, self.arena.launched):
             self.barriers += 1
             self.arena.exchange([], [], None, inbox[:0])
         if isinstance(outbox, Tensor):
-            key = id(coming), slot, outbox.data_ptr()
-            copies = self._copies.get(key)
-            if copies is None:
-                copies = self._copies[key] = self._copies_of(going, outbox, coming, slot)
+            key = slot, outbox.data_ptr()
+            if key not in kept.copies:
+                kept.copies[key] = self._copies_of(going, outbox, kept.offsets, slot)
+            copies = kept.copies[key]
         else:
-            copies = self._pushes_of(going, outbox, coming, slot)
-        timed = self._times.setdefault(id(coming), _Time(inbox.device))
-        return self.arena.exchange(*copies, inbox, timed)
+            copies = self._pushes_of(going, outbox, kept, slot)
+        if kept.time is None:
+            kept.time = _Time(inbox.device)
+        return self.arena.exchange(*copies, inbox, kept.time)
 
     def _pushes_of(
-        self, going: Message, parts: Sequence[Tensor], coming: Message, slot: int
+        self, going: Message, parts: Sequence[Tensor], kept: _Kept, slot: int
     ) -> tuple[list[Tensor], list[Tensor], None]:
         """Targets and sources of the parts of a message, from where they are."""
         if not parts:
             return [], [], None
-        self.in_place.add(id(coming))
-        key = id(coming), slot
-        if key not in self._places:
+        kept.in_place = True
+        if slot not in kept.places:
             arena, ends = self.arena, going.ranks()
             first = [0, *itertools.accumulate(going.counts)]
-            there = self._offsets[id(coming)]
-            shift = [there[rank] - first[rank] for rank in range(arena.ranks)]
+            shift = [kept.offsets[rank] - first[rank] for rank in range(arena.ranks)]
             turn = {rank: number for number, rank in enumerate(arena.others())}
             order = sorted(range(len(ends)), key=lambda k: turn[ends[k]])
             targets = []
@@ -198,15 +204,15 @@ class PeerToPeer:
                 place = slice(part.start + shift[rank], part.stop + shift[rank])
                 flat = arena.slot(rank, slot)[place].view(parts[k].dtype)
                 targets.append(flat.view(parts[k].shape))
-            self._places[key] = order, targets
-        order, targets = self._places[key]
+            kept.places[slot] = order, targets
+        order, targets = kept.places[slot]
         return targets, [parts[k] for k in order], None
 
     def _copies_of(
-        self, going: Message, outbox: Tensor, coming: Message, slot: int
+        self, going: Message, outbox: Tensor, there: Sequence[int], slot: int
     ) -> tuple[Any, ...]:
         """Targets and sources of other ranks, and the pair that stays."""
-        arena, there = self.arena, self._offsets[id(coming)]
+        arena = self.arena
         first = [0, *itertools.accumulate(going.counts)]
 
         def pair(rank: int) -> tuple[Tensor, Tensor]:
