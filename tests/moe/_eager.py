@@ -372,3 +372,9 @@ def together(plans, tensors: list[Tensor]) -> Tensor:
     for x, place in zip(tensors, plans.apart(joined, described), strict=True):
         place.copy_(x)
     return joined
+
+
+def compare(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert_same_bits(one, other)

@@ -1,5 +1,7 @@
 """The module under test, and one call of it on a path with all its gradients."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,6 +9,37 @@ from ..conftest import module_fixture
 from ._eager import NAMES, product
 
 moe = module_fixture("moe")
+plans = module_fixture("kernels.launch.launch_plan")
+
+
+@pytest.fixture
+def launched(plans):
+    """A context in which every launch is made by Triton."""
+
+    @contextlib.contextmanager
+    def without():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plans, "_plays", lambda _: False)
+            yield
+
+    return without
+
+
+@pytest.fixture
+def played(plans, monkeypatch):
+    """Names of the functions that were recorded, and a failure where one is refused."""
+    names, real = [], plans._recorded
+
+    def watched(name, *arguments):
+        names.append(name)
+        results = real(name, *arguments)
+        assert not plans._refused, f"{name} cannot be played again"
+        return results
+
+    monkeypatch.setattr(plans, "_refused", set())
+    monkeypatch.setattr(plans, "_tags", {})  # nothing has been recorded yet
+    monkeypatch.setattr(plans, "_recorded", watched)
+    return names
 
 
 @pytest.fixture(scope="session")

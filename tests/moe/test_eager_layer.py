@@ -1,6 +1,5 @@
 """The layer as one autograd node: operands' order and gradients, launches played again."""
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -14,13 +13,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
-from ..conftest import module_fixture
+from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
 from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
-from ._eager import LayerProblem, together
-
-plans = module_fixture("kernels.launch.launch_plan")
+from ._eager import LayerProblem, compare, together
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -454,46 +450,10 @@ PLAYED = [
 ]
 
 
-@pytest.fixture
-def launched(plans):
-    """A context in which every launch is made by Triton."""
-
-    @contextlib.contextmanager
-    def without():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "_plays", lambda _: False)
-            yield
-
-    return without
-
-
-@pytest.fixture
-def played(plans, monkeypatch):
-    """Names of the functions that were recorded, and a failure where one is refused."""
-    names, real = [], plans._recorded
-
-    def watched(name, *arguments):
-        names.append(name)
-        results = real(name, *arguments)
-        assert not plans._refused, f"{name} cannot be played again"
-        return results
-
-    monkeypatch.setattr(plans, "_refused", set())
-    monkeypatch.setattr(plans, "_tags", {})  # nothing has been recorded yet
-    monkeypatch.setattr(plans, "_recorded", watched)
-    return names
-
-
 def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
     out = layer(x, ids, gates)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def compare(found, expected) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.stride() == other.stride()
-        assert_same_bits(one, other)
 
 
 def assert_played_as_launched(launched, *arguments) -> list[torch.Tensor]:
@@ -737,90 +697,3 @@ def test_a_first_call_needs_no_compiler(repo_id, tmp_path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "launched from Python" not in done.stderr
-
-
-HOPPER = pytest.mark.usefixtures("hopper")
-
-
-@pytest.fixture
-def compiled_calls(submodule, watch):
-    """The launches of the compiled product, in a list; none of what an earlier test compiles."""
-    submodule("kernels.launch.triton_compile").settle()
-    module = submodule("kernels.quant.packed_product")
-    return watch(module, "packed_product", lambda *_, along, **__: along)
-
-
-def packed_layer(moe, device, **changes) -> QuantizedLayer:
-    sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896}
-    dtypes = {"dtype": torch.bfloat16, "lora_dtype": torch.bfloat16}
-    form = {"rank": 8, "rank_down": 8, "strategy": "auto", "blocksize": 64}
-    return QuantizedLayer(moe, device, QuantizedProblem(**{**sizes, **dtypes, **form, **changes}))
-
-
-@pytest.mark.gpu
-@HOPPER
-@pytest.mark.parametrize("routing", ("random", "one", "sentinels", "all-sentinels"))
-def test_a_layer_equals_tritons_within_rounding(moe, device, compiled_calls, routing):
-    """Forward and backward; both take the same rounded weights and sum in float32."""
-    case = packed_layer(moe, device, routing=routing)
-    expected = case.step("triton")
-    assert not compiled_calls  # asked for by name, Triton's stays
-    actual = case.step("compiled")
-    assert sorted(compiled_calls) == [False, False, True, True]
-    for name, value in expected.items():
-        if routing == "all-sentinels":
-            assert_same_bits(actual[name], value)
-        else:
-            assert relative_error(actual[name], value) <= 5e-3, name
-
-
-@pytest.mark.gpu
-@HOPPER
-@pytest.mark.parametrize("form", ({"nested": True}, {"rank": 12, "rank_down": 3}), ids=str)
-def test_what_is_made_plain_is_played(moe, device, compiled_calls, played, launched, form):
-    """Nested scales and ranks that are no multiples of 8, by the compiled product."""
-    case = packed_layer(moe, device, **form)
-    expected = case.step("triton")
-    assert not compiled_calls
-    with launched():
-        apart = case.step("auto")
-    assert len(compiled_calls) == 4
-    compare(case.step("auto").values(), apart.values())
-    for name, value in expected.items():
-        assert relative_error(apart[name], value) <= 5e-3, name
-
-
-@pytest.mark.gpu
-@HOPPER
-def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, monkeypatch):
-    """150 rows per expert: a sum of 832 or more pays, and one of 640 does not."""
-    case = packed_layer(moe, device)
-    by_name = case.step("compiled")
-    taken = list(compiled_calls)
-    compiled_calls.clear()
-    by_auto = case.step("auto")
-    module = submodule("kernels.quant.packed_product")
-    assert all(module.pays(150, depth, module.LEAST_ROWS) for depth in (832, 896, 1792))
-    assert not module.pays(150, 640, module.LEAST_ROWS)
-    assert sorted(compiled_calls) == sorted(taken)
-    for name, value in by_name.items():
-        assert relative_error(by_auto[name], value) <= 5e-3, name
-    compiled_calls.clear()
-    packed_layer(moe, device, hidden=640, intermediate=640).step("auto")
-    assert compiled_calls == [False]  # through gate_up backwards, a sum of 1280
-
-
-@pytest.mark.gpu
-@HOPPER
-def test_a_step_in_a_cuda_graph_follows_new_routings(moe, device, compiled_calls):
-    case = packed_layer(moe, device, tokens=64)
-    graph, captured = capture(lambda: case.step("compiled"), 2)
-    assert len(compiled_calls) == 3 * 4
-    for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
-        other = dataclasses.replace(case.problem, routing=routing)
-        with torch.no_grad():
-            case.ids.copy_(other.ids(device, seed))
-            case.leaves["x"].copy_(other.inputs(device, seed)[0])
-        graph.replay()
-        for name, value in case.step("compiled").items():
-            assert_same_bits(captured[name], value)
