@@ -254,6 +254,7 @@ EXPANDED = torch.nn.Parameter(torch.ones(1, 4).expand(6, 4))
 GROUP = {"params": [], "use_muon": True}
 CALLS = [
     (TypeError, "got one Tensor", lambda o: o.Muon(matrix())),
+    (TypeError, r"pass get_default_muon_param_groups\(model\)", lambda o: o.Muon(nn.Linear(3, 4))),
     (TypeError, "a set has no fixed order", lambda o: o.Muon({matrix()})),
     (ValueError, "empty", lambda o: o.Muon([])),
     (TypeError, "group 1: must be a dict, got Parameter", lambda o: o.Muon([GROUP, matrix()])),

@@ -276,6 +276,21 @@ def test_unknown_keys_are_kept_and_saved(opt) -> None:
     assert all(OWN_KEYS.items() <= group.items() for group in other.param_groups)
 
 
+TAKEN = {
+    "torch's arguments": {"ns_coefficients": (3.4, -4.8, 2.0), "eps": 1e-7},
+    "Motif's argument": {"use_distributed_muon": False},
+    "Motif's call": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4},
+}
+
+
+@pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN)
+def test_what_others_pass_is_taken_without_a_word(opt, submodule, caplog, options) -> None:
+    submodule("dispatch").say_once.cache_clear()
+    (param,) = parameters([(4, 3)])
+    opt.Muon([{"params": [("w", param)], **OWN_KEYS}], **options)
+    assert not caplog.records
+
+
 def test_the_factory_sees_the_model(opt) -> None:
     """transformers calls `cls()(model, **kwargs)` where cls is no Optimizer."""
     model = TinyTransformer()
@@ -333,7 +348,9 @@ def test_keller_jordans_groups(opt) -> None:
     ]
     for group in groups:
         group["weight_decay"] = 0.01
-    with pytest.raises(ValueError, match=r"'betas', which is adamw_betas here.*'keller_jordan'"):
+    with pytest.raises(
+        ValueError, match=r"'betas', .* adamw_betas.*='original', .*'keller_jordan'"
+    ):
         opt.Muon(groups)
     optimizer = opt.Muon(
         groups,
@@ -383,7 +400,7 @@ def test_dions_groups(opt, key) -> None:
     with pytest.raises(ValueError, match=f"group 0: unknown key '{key}': .*{line}"):
         opt.Muon([{"params": params, "use_muon": True, key: 0.9}])
     if key != "algorithm":
-        with pytest.raises(TypeError, match=line):
+        with pytest.raises(TypeError, match=f"it is called .* here.*{line}"):
             opt.Muon(params, **{key: 0.9})
     rule = {"nesterov": False, "adjust_lr_fn": "spectral", "lr": 0.01, "weight_decay": 0.01}
     optimizer = opt.Muon(params, momentum=0.95, ns_coefficients="you", **rule)

@@ -296,7 +296,7 @@ BAD_CALLS = [
     (torch.ones(3, 3, dtype=torch.complex64), {}, TypeError, "complex64"),
     (torch.ones(3, 3).to(torch.float8_e4m3fn), {}, TypeError, "float8"),
     (torch.eye(3).to_sparse(), {}, TypeError, "to_dense"),
-    (torch.tensor(1.0), {}, ValueError, "2 dimensions"),
+    (torch.tensor(1.0), {}, ValueError, "2 dimensions.*update it with AdamW"),
     (torch.ones(3), {}, ValueError, r"\(3,\)"),
     (GOOD, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (GOOD, {"steps": 101}, ValueError, "steps must be at most 100, got 101; 5 to 10 are usual"),
