@@ -259,19 +259,6 @@ def test_dtypes_side_by_side_in_a_group(opt, device, rounding, kind) -> None:
         assert_same_bits(alone.grad, param.grad)
 
 
-def test_a_residual_that_was_switched_off_is_dropped(opt, device) -> None:
-    """It belongs to values that are gone: kept, it would be added to others later."""
-    params = make(device)
-    optimizer = build(opt, "Muon", params, rounding="residual")
-    train(optimizer, params, 2)
-    assert any(optimizer.state[param]["rounding_residual"].any() for param in params)
-    for rounding, present in (("nearest", False), ("residual", True)):
-        for group in optimizer.param_groups:
-            group["rounding"] = rounding
-        train(optimizer, params, 1)
-        assert all(("rounding_residual" in optimizer.state[p]) == present for p in params)
-
-
 @pytest.mark.parametrize("rounding", ["stochastic", "residual"])
 def test_a_rate_from_a_function_beside_a_raw_decay(opt, device, rounding) -> None:
     """The one update without a kernel rounds as the others do."""

@@ -343,10 +343,16 @@ def test_memory_that_runs_out_before_a_write_changes_nothing(
 
 @pytest.mark.parametrize(
     ("option", "on", "off", "dtype"),
-    [("beta2", 0.9, None, torch.float32), ("rounding", "stochastic", "nearest", torch.bfloat16)],
+    [
+        ("beta2", 0.9, None, torch.float32),
+        ("rounding", "stochastic", "nearest", torch.bfloat16),
+        ("rounding", "residual", "nearest", torch.bfloat16),
+    ],
 )
 def test_what_was_switched_off_begins_anew(opt, option, on, off, dtype) -> None:
-    """In the run that goes on as in the one that is resumed from its checkpoint."""
+    """In the run that goes on as in the one that is resumed from its checkpoint: what a residual
+    belongs to is gone.
+    """
     runs = []
     for resumed in (False, True):
         params = parameters([(8, 6)], dtype=dtype)
@@ -355,6 +361,7 @@ def test_what_was_switched_off_begins_anew(opt, option, on, off, dtype) -> None:
             optimizer.param_groups[0][option] = value
             new_gradients(params, seed=number)
             optimizer.step()
+            assert len(optimizer.state[params[0]]) == 1 + (value == on)
             if value == off and resumed:
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = opt.Muon(params, lr=0.01, **{option: on})

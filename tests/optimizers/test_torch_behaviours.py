@@ -17,14 +17,17 @@ from .test_state import through_memory
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
 
+@pytest.mark.sees_defect("a group of mixed shapes is a RuntimeError")
 @pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
 @pytest.mark.sees_defect("compiled and eager steps may differ")
 @by_input
 def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
-    """The same bits in one group, in a group per parameter, and in another run."""
+    """The same bits in one group, in a group per parameter, and in another run. Nanochat stacks a
+    group; ours buckets it, and zero-sized matrices have nothing to update.
+    """
 
     def run(separate: bool) -> list[nn.Parameter]:
-        params = parameters([(10, 5), (10, 5), (10, 7), (3,), (4,)], device=device)
+        params = parameters([(10, 5), (10, 7), (10, 5), (10, 0), (3,), (4,)], device=device)
         groups = [{"params": [param]} for param in params] if separate else params
         optimizer = make(opt, name, groups, **options)
         train(optimizer, params, 3)
