@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
-NAMES = ("Muon", "MuonAdamW")
+from ._steps import CLASSES
+
 MUON, ADAMW = "muon", "adamw"
 ADAMW_OPTIONS = ("betas", "eps")
 SHARED_OPTIONS = ("lr", "weight_decay", "none_grad")
@@ -113,13 +114,9 @@ def _chosen(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_class(argument: str = "name"):
-    return pytest.mark.parametrize(argument, NAMES)
-
-
 def by_input(test):
     """Every class with every input."""
-    return by_class()(pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)(test))
+    return CLASSES(pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)(test))
 
 
 class LeastSquares:

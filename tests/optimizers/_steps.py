@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from .._compare import assert_all_same_bits, capture
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 
 
 def polar_express(opt, x: Tensor, steps: int, rows=None, prefactor: float = 1.0) -> Tensor:

@@ -116,32 +116,23 @@ def test_torchs_arguments_give_torchs_update(opt, device, adjust_lr_fn) -> None:
         assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
 
 
-def test_a_rate_of_another_rule_is_said_once(opt, submodule, caplog) -> None:
-    submodule("dispatch").say_once.cache_clear()
+def test_a_rate_of_another_rule_is_said_once(opt, said) -> None:
     params = parameters([(4, 3)])
-
-    def said() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "match_rms_adamw" in r.getMessage()]
-
     opt.Muon(params, 9e-3)
     opt.Muon(params, 0.02, adjust_lr_fn="original")
     opt.MuonAdamW([{"kind": "muon", "params": params, "adjust_lr_fn": "match_rms_adamw"}], 0.02)
-    assert not said()
+    assert not said("match_rms_adamw")
     opt.Muon(params, 0.02)
     opt.Muon(params, 0.02)
-    (message,) = said()
+    (message,) = said("match_rms_adamw")
     assert message.startswith("lr=0.02 under adjust_lr_fn='match_rms_adamw' moves")
 
 
-def test_a_clip_config_that_matches_nothing_is_said(opt, submodule, caplog) -> None:
+def test_a_clip_config_that_matches_nothing_is_said(opt, said) -> None:
     config = {"q_indices": [0], "k_indices": [0], "head_dim": 4}
-    say_once = submodule("dispatch").say_once
     for name, expected in (("layers.0.q_proj.weight", 0), ("layers.0.proj.weight", 1)):
-        say_once.cache_clear()
-        caplog.clear()
         opt.Muon([(name, parameters([(4, 4)])[0])], clip_config=config)
-        found = [r for r in caplog.records if "QK-clip needs names such as" in r.getMessage()]
-        assert len(found) == expected
+        assert len(said("QK-clip needs names such as")) == expected
 
 
 def kinds_of(params, **options):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits, no_waits
-from ._steps import both, new_gradients, nothing_written, parameters, values
+from ._steps import CLASSES, both, new_gradients, nothing_written, parameters, values
 from .test_groups import ADAMW_OPTIONS, MUON_OPTIONS
 from .test_numbers import NoHostReads
 
@@ -53,7 +53,7 @@ CHANGED += [
     CHANGED,
     ids=[f"{option}-{message}" for _, option, _, _, message in CHANGED],
 )
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_a_wrong_option_stops_the_step_before_any_write(
     opt, device, name, number, option, value, error, message
 ) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._steps import in_place, new_gradients, parameters, values
+from ._steps import CLASSES, in_place, new_gradients, parameters, values
 from .test_numbers import NoHostReads
 
-CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 D, T = 4, 10.0  # rows of a head, threshold
 MHA = {"q_indices": [0, 1, 2], "k_indices": [0, 1, 2], "head_dim": D, "threshold": T}
 GQA = {"q_indices": range(6), "k_indices": [0, 0, 0, 1, 1, 1], "head_dim": D, "threshold": T}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._steps import both, marked, new_gradients, parameters
+from ._steps import CLASSES, both, marked, new_gradients, parameters
 from .test_numbers import NoHostReads
 
 NUMBER = r"\d[\d.e+-]*"
@@ -54,7 +54,7 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
     )
 
 
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
     """No .item(), no bool(tensor), also of a Tensor lr; a report changes nothing.
 
@@ -134,7 +134,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
     assert f"{state} bytes of state in host memory" in optimizer.report(verbose=True)
 
 
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_measured_times(opt, submodule, device, name) -> None:
     """Shares of the batches' times, which add up; nothing waits for the device while measuring."""
     params = parameters([(64, 64), (64, 64), (32, 64), (300,), (100,)], device=device)

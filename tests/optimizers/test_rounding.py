@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._steps import MATRICES, every_cut, new_gradients, of_every_shape, parameters, train, values
+from ._steps import (
+    CLASSES,
+    MATRICES,
+    every_cut,
+    new_gradients,
+    of_every_shape,
+    parameters,
+    train,
+    values,
+)
 
-CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

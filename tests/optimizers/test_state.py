@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import new_gradients, parameters, train, values
+from ._steps import CLASSES, new_gradients, parameters, train, values
 
 NAMES = ["experts.w", "qkv", "wide", "conv", "table", "bias"]
 SHAPES = [(3, 4, 6), (12, 4), (4, 12), (4, 2, 2, 2), (7, 3), (5,)]
@@ -488,7 +488,7 @@ def test_a_split_by_names_needs_names(opt) -> None:
 
 
 @pytest.mark.parametrize("theirs", [torch.optim.Muon, torch.optim.AdamW])
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_state_of_torchs_optimizers_is_refused_with_what_converts_it(opt, name, theirs) -> None:
     params = parameters([(4, 3)])
     optimizer = getattr(opt, name)(params, lr=1e-3)

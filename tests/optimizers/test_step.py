@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits, fail_at
-from ._steps import both, new_gradients, nothing_written, parameters, train, values
+from ._steps import CLASSES, both, new_gradients, nothing_written, parameters, train, values
 from .test_state import SHAPES as STATE_SHAPES
 from .test_state import muon, state_tensors
 
-CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
-from ._infos import LeastSquares, by_class, by_input, make
-from ._steps import parameters, train, values
+from ._infos import LeastSquares, by_input, make
+from ._steps import CLASSES, parameters, train, values
 from .test_state import through_memory
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
@@ -38,7 +38,7 @@ def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
     assert_all_same_bits(batched, run(separate=False))
 
 
-@by_class()
+@CLASSES
 def test_mixed_devices_and_dtypes(opt, device, name) -> None:
     places = sorted({device.type, "cpu"})
     kinds = itertools.product(places, [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -54,7 +54,7 @@ def test_mixed_devices_and_dtypes(opt, device, name) -> None:
 
 
 @pytest.mark.parametrize("layout", ["transposed", "gaps", "unaligned", "expanded"])
-@by_class()
+@CLASSES
 def test_gradients_of_any_strides(opt, device, name, layout) -> None:
     """Also with stride 0, as from sum().backward(); they are read, not written."""
     params, twins = (parameters([(10, 5), (6, 6), (5,)], device=device) for _ in range(2))
@@ -90,7 +90,7 @@ def test_options_changed_later(opt, device, name, options) -> None:
     assert_all_same_bits(params, twins)
 
 
-@by_class()
+@CLASSES
 def test_a_default_changed_later_is_that_of_the_next_group(opt, device, name) -> None:
     params = parameters([(6, 4), (3, 4)], device=device)
     optimizer = make(opt, name, params[:1])
@@ -101,7 +101,7 @@ def test_a_default_changed_later_is_that_of_the_next_group(opt, device, name) ->
     assert params[1].grad is not None
 
 
-@by_class()
+@CLASSES
 def test_a_grad_scaler_scales_and_skips(opt, device, name) -> None:
     """A power of two changes no bit of the gradients; an inf makes it skip the step."""
     problem, plain = LeastSquares(device), LeastSquares(device)
@@ -171,7 +171,7 @@ def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     assert len(kept["state"]) == 2
 
 
-@by_class()
+@CLASSES
 def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, name) -> None:
     options = {"momentum": 0.7, "beta2": 0.8, "betas": (0.7, 0.8)}
     problem, optimizer = stepped(opt, device, name, **options)
@@ -192,7 +192,7 @@ def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, nam
         loaded.step(twin.loss)
 
 
-@by_class()
+@CLASSES
 def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> None:
     """What was saved continues as it was; defaults stay those of the constructor."""
     saved = {"momentum": 0.6, "betas": (0.5, 0.6), "ns_steps": 3, "beta2": 0.9}
@@ -206,7 +206,7 @@ def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> N
     assert_continues(problem, optimizer, twin, loaded)
 
 
-@by_class()
+@CLASSES
 def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     """As optimizers wrote it before it was a tensor, nanochat's still; on any default device."""
     problem, optimizer = stepped(opt, device, name)
@@ -225,7 +225,7 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
 
 
 @pytest.mark.parametrize("form", ["pairs", "names"])
-@by_class()
+@CLASSES
 def test_a_state_dict_with_names_and_one_without(opt, device, name, form) -> None:
     """One loads into the other, and the other way round. `names` of groups are not saved."""
     named, plain = LeastSquares(device), LeastSquares(device)
@@ -248,7 +248,7 @@ def test_a_state_dict_with_names_and_one_without(opt, device, name, form) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@by_class()
+@CLASSES
 def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
     """A CPU checkpoint of float32 parameters continues on the device, in the wider dtype."""
     _, optimizer = stepped(opt, torch.device("cpu"), name)
@@ -267,7 +267,7 @@ def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
     assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
-@by_class()
+@CLASSES
 def test_hooks_of_state_dict(opt, device, name) -> None:
     """The first hook sees the optimizer as it is; the last may replace what is returned."""
     _, optimizer = stepped(opt, device, name)
@@ -292,7 +292,7 @@ def test_hooks_of_state_dict(opt, device, name) -> None:
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
-@by_class()
+@CLASSES
 def test_hooks_of_load_state_dict(opt, device, name) -> None:
     """What a hook returns is what is loaded, checks included; post hooks see it loaded."""
     problem, optimizer = stepped(opt, device, name)

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from .._compare import assert_error_at_most, assert_same_bits
 from ..orthogonalize.test_coefficients import NANOCHAT as COEFFICIENTS
-from ._steps import NANOCHAT, PlainMuon, TinyTransformer, new_gradients, parameters, train
+from ._steps import CLASSES, NANOCHAT, PlainMuon, TinyTransformer, new_gradients, parameters, train
 
 SHAPES = [(24, 10), (10, 24), (16, 16), (1, 7), (7, 1)]
 # Both sides compute in float64; five polynomials of slope up to 8.2 amplify its rounding by less
@@ -278,7 +278,7 @@ def test_float32_is_close_to_float64(opt, device, rule) -> None:
     ("scale", "dtype"),
     [(2.0**-90, torch.float32), (2.0**20, torch.float32), (1e-5, torch.float64)],
 )
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_the_size_of_gradients_changes_no_update(opt, device, name, scale, dtype) -> None:
     """To the bit for a power of two. Rows become smaller than 1e-6, nanochat's own bound."""
     shapes = [(24, 10), (10, 24), (3, 8, 6)]
