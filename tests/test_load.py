@@ -1,13 +1,11 @@
 """Loading, as users do it: fresh interpreters that only have torch, `kernels` and the variant."""
 
-import ast
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
-from importlib import import_module
-from importlib.util import module_from_spec, resolve_name, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -126,24 +124,6 @@ def test_works_without_triton_and_numpy(repo_id: str, local: dict[str, str]):
         TRITON_INTERPRET=None,
     )
     assert output.strip() == "set()"
-
-
-def test_what_modules_import_of_each_other_is_there(opt):
-    """Also inside functions: what only a GPU's path imports would be missed there alone."""
-    pytest.importorskip("triton")
-    folder, missing = Path(opt.__file__).parent, []
-    for path in sorted(folder.rglob("*.py")):
-        package = ".".join((opt.__name__, *path.relative_to(folder).parts[:-1]))
-        imports = (
-            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)
-        )
-        for node in (n for n in imports if n.level):
-            name = resolve_name("." * node.level + (node.module or ""), package)
-            module = import_module(name)
-            inner = {path.stem for path in Path(module.__file__).parent.glob("*")}
-            known = {*vars(module), *(inner if hasattr(module, "__path__") else ())}
-            missing += (f"{path}: {a.name} of {name}" for a in node.names if a.name not in known)
-    assert missing == []
 
 
 def test_import_touches_no_device_and_none_of_our_triton_modules(
