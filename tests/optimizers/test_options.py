@@ -121,7 +121,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
     assert checks == ["group 0", "group 1", "group 1"]
 
 
-def test_what_may_give_another_value_is_asked_at_every_step(opt, submodule, device) -> None:
+def test_what_may_give_another_value_is_asked_at_every_step(opt, device) -> None:
     """A function, a Tensor and a dict; of numbers and words the last answer counts."""
     (param,) = parameters([(6, 4)], device=device)
     rates = iter([0.5, 0.25])

@@ -266,7 +266,7 @@ def fused() -> nn.Module:
     )
 
 
-def test_fused_projections(opt, submodule, caplog) -> None:
+def test_fused_projections(opt, caplog) -> None:
     """Cut by the heads that the module states, by thirds or by halves; or logged."""
     model = fused()
     muon, adamw, undecayed = opt.get_default_muon_param_groups(model)

@@ -306,7 +306,7 @@ def test_the_configuration_survives_copies(opt, device) -> None:
     assert optimizer.clip_config.as_dict()["q_indices"] == tuple(logits)
 
 
-def test_sharded_logits_are_put_together(opt, submodule) -> None:
+def test_sharded_logits_are_put_together(opt) -> None:
     """Heads of tensor parallelism; a part of them is not taken for all."""
 
     class Placement:

@@ -135,7 +135,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
 
 
 @CLASSES
-def test_measured_times(opt, submodule, device, name) -> None:
+def test_measured_times(opt, device, name) -> None:
     """Shares of the batches' times, which add up; nothing waits for the device while measuring."""
     params = parameters([(64, 64), (64, 64), (32, 64), (300,), (100,)], device=device)
     groups = marked(params, 3)

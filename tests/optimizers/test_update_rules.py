@@ -74,33 +74,28 @@ def test_ten_steps_follow_the_rule(opt, device, shape, name, options) -> None:
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("lr", [3e-3, "tensor"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_half_equals_torch(opt, device, weight_decay, lr) -> None:
-    """With torch's own tolerances (rtol 1e-5, atol 1e-6) over 50 steps."""
+@CLASSES
+def test_adamw_half_equals_torch(opt, device, name, weight_decay, lr) -> None:
+    """With torch's own tolerances (rtol 1e-5, atol 1e-6) over 50 steps. That of Muon shares lr and
+    decay with the matrices, and has its own betas and eps.
+    """
     lr = torch.tensor(3e-3, device=device) if lr == "tensor" else lr
     shapes = [(33,), (4, 5), (), (2, 3, 4)]
     ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
-    optimizer = opt.MuonAdamW(
-        [{"kind": "adamw", "params": ours, "lr": lr, "weight_decay": weight_decay}]
-    )
+    shared = {"lr": lr, "weight_decay": weight_decay}
+    if name == "Muon":
+        group, betas, eps = {"params": ours, "use_muon": False}, (0.8, 0.9), 1e-3
+        optimizer = opt.Muon([group], adamw_betas=betas, adamw_eps=eps, **shared)
+    else:
+        betas, eps = (0.9, 0.95), 1e-8
+        optimizer = opt.MuonAdamW([{"kind": "adamw", "params": ours, **shared}])
     torch_optimizer = torch.optim.AdamW(
-        theirs, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay
+        theirs, lr=3e-3, betas=betas, eps=eps, weight_decay=weight_decay
     )
     train(optimizer, ours, 50)
     train(torch_optimizer, theirs, 50)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-def test_adamw_half_of_muon_uses_its_own_betas_and_shares_lr_and_decay(opt, device) -> None:
-    ours, theirs = parameters([(9,)], device=device), parameters([(9,)], device=device)
-    group = {"params": ours, "use_muon": False}
-    optimizer = opt.Muon([group], lr=0.02, weight_decay=0.3, adamw_betas=(0.8, 0.9), adamw_eps=1e-3)
-    torch_optimizer = torch.optim.AdamW(
-        theirs, lr=0.02, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3
-    )
-    train(optimizer, ours, 10)
-    train(torch_optimizer, theirs, 10)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.9999])
