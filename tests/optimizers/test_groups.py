@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_all_same_bits
-from ._steps import parameters, values
+from ._steps import nothing_written, parameters, values
 
 
 def matrix() -> nn.Parameter:
@@ -104,11 +103,9 @@ def test_what_gram_polynomial_cannot_serve(opt, changed, message) -> None:
     ]
     optimizer = opt.Muon(groups)
     optimizer.step()
-    before = values(params)
     optimizer.param_groups[1].update(changed)
-    with pytest.raises(ValueError, match=f"group 1: method={message}"):
+    with nothing_written(optimizer), pytest.raises(ValueError, match=f"group 1: method={message}"):
         optimizer.step()
-    assert_all_same_bits(params, before)
 
 
 @pytest.mark.sees_defect("no ranges are checked")

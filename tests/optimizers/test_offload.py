@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_all_same_bits, assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_tensors
 from ._steps import marked, parameters, train
 from .test_state import MAKERS, SHAPES, state_tensors, through_memory
 
@@ -25,9 +25,7 @@ def assert_same_values(one, other) -> None:
     one, other = one.state_dict()["state"], other.state_dict()["state"]
     assert one.keys() == other.keys()
     for index, state in one.items():
-        assert state.keys() == other[index].keys()
-        for key, value in state.items():
-            assert_same_bits(value.cpu(), other[index][key].cpu())
+        assert_same_tensors(state, other[index])
 
 
 @pytest.mark.sees_defect("turned on before the first step it starts only after it")

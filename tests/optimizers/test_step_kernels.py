@@ -88,7 +88,6 @@ def test_what_no_kernel_takes_is_said_once(opt, said, device) -> None:
 def test_a_rate_that_is_none_writes_nothing(opt, device, rule, rate, message) -> None:
     params = parameters([(6, 4), (5,)], device=device)
     optimizer = opt.Muon(marked(params, 1), adjust_lr_fn=rule)
-    optimizer.fit_state()
     if rate is not None:
         optimizer.param_groups[1]["lr"] = rate
     with nothing_written(optimizer), pytest.raises(ValueError, match=message):
