@@ -1,6 +1,7 @@
-"""What a constructor or a step says."""
+"""What a constructor or a step says, and a process group of this process alone."""
 
 import pytest
+from torch import distributed
 
 
 @pytest.fixture
@@ -12,3 +13,11 @@ def said(dispatch, caplog):
         return [text for record in caplog.records if words in (text := record.getMessage())]
 
     return messages
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()

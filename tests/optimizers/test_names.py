@@ -145,14 +145,6 @@ def kinds_of(params, **options):
 SHAPES = [(6, 4), (4, 6), (5,)]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    store = distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield distributed.group.WORLD
-    distributed.destroy_process_group()
-
-
 def trained(opt, device, make) -> list[torch.Tensor]:
     params = parameters(SHAPES, device=device)
     optimizer = make(kinds_of(params))
@@ -170,21 +162,21 @@ def test_dist_muon_adamw_with_one_rank(opt, device) -> None:
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
-def test_an_initialised_group_changes_nothing(opt, device, world) -> None:
+def test_an_initialised_group_changes_nothing(opt, device, one_rank) -> None:
     assert distributed.is_initialized()
     plain = trained(opt, device, opt.MuonAdamW)
     ways = [
         opt.DistMuonAdamW,
-        lambda g: opt.DistMuonAdamW(g, world),
-        lambda g: opt.DistMuonAdamW(g, process_group=world),
+        lambda g: opt.DistMuonAdamW(g, one_rank),
+        lambda g: opt.DistMuonAdamW(g, process_group=one_rank),
         lambda g: opt.MuonAdamW(g, gradients="unreduced"),
-        lambda g: opt.MuonAdamW(g, gradients="unreduced", process_group=world),
+        lambda g: opt.MuonAdamW(g, gradients="unreduced", process_group=one_rank),
     ]
     for make in ways:
         assert_all_same_bits(plain, trained(opt, device, make))
 
 
-def test_wrong_distribution_arguments(opt, world) -> None:
+def test_wrong_distribution_arguments(opt, one_rank) -> None:
     groups = kinds_of(parameters(SHAPES))
     with pytest.raises(ValueError, match="gradients must be one of 'reduced', 'unreduced', got 'm"):
         opt.MuonAdamW(groups, gradients="mean")
@@ -194,8 +186,8 @@ def test_wrong_distribution_arguments(opt, world) -> None:
         opt.DistMuonAdamW([], gradients="reduced")
 
 
-@pytest.fixture(scope="module")
-def mesh(world):
+@pytest.fixture
+def mesh(one_rank):
     return init_device_mesh("cpu", (1,))
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -202,14 +202,6 @@ def test_groups_of_muon_adamw_without_a_mark(opt) -> None:
         ("muon", 0.02),
         ("adamw", 1e-3),
     ]
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_zero_redundancy_optimizer(opt, one_rank) -> None:
