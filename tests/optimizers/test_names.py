@@ -14,40 +14,35 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._steps import new_gradients, parameters, train, values
-
-
-def groups(params):
-    matrices, vectors = [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
-    return [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
+from ._steps import marked, new_gradients, parameters, train, values
 
 
 def test_rates_of_adamw_groups(opt) -> None:
-    params = parameters([(4, 3), (3,)])
+    groups = marked(parameters([(4, 3), (3,)]), 1)
 
     def rates(optimizer):
         return [group["lr"] for group in optimizer.param_groups]
 
-    assert rates(opt.Muon(groups(params), 2e-3)) == [2e-3, 2e-3]
-    assert rates(opt.Muon(groups(params), 2e-3, adamw_lr=1e-4)) == [2e-3, 1e-4]
-    assert rates(opt.MuonAdamW(groups(params), 0.02, adamw_lr=3e-3)) == [0.02, 3e-3]
+    assert rates(opt.Muon(groups, 2e-3)) == [2e-3, 2e-3]
+    assert rates(opt.Muon(groups, 2e-3, adamw_lr=1e-4)) == [2e-3, 1e-4]
+    assert rates(opt.MuonAdamW(groups, 0.02, adamw_lr=3e-3)) == [0.02, 3e-3]
     with pytest.raises(ValueError, match=r"group 1: lr must be given for kind 'adamw'.* adamw_lr"):
-        opt.MuonAdamW(groups(params), 0.02)
+        opt.MuonAdamW(groups, 0.02)
 
 
 def test_schedulers_of_transformers_find_a_rate(opt) -> None:
     """They read `optimizer.defaults["lr"]`."""
     transformers = pytest.importorskip("transformers")
-    params = parameters([(4, 3), (3,)])
-    marked = [{**group, "lr": lr} for group, lr in zip(groups(params), (0.02, 3e-3), strict=True)]
-    optimizer = opt.MuonAdamW(marked)
+    groups = marked(parameters([(4, 3), (3,)]), 1)
+    groups[0]["lr"], groups[1]["lr"] = 0.02, 3e-3
+    optimizer = opt.MuonAdamW(groups)
     assert optimizer.defaults["lr"] == 0.02
     scheduler = transformers.get_polynomial_decay_schedule_with_warmup(optimizer, 0, 10, lr_end=0.0)
     for _ in range(5):
         optimizer.step()
         scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 1.5e-3])
-    assert opt.MuonAdamW(marked, 0.1).defaults["lr"] == 0.1
+    assert opt.MuonAdamW(groups, 0.1).defaults["lr"] == 0.1
 
 
 def test_no_scaling_is_a_word_and_none_is_torchs(opt) -> None:

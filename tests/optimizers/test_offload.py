@@ -147,9 +147,7 @@ def test_state_made_later_is_offloaded_too(opt, device) -> None:
     train(optimizer, [twin, *params[1:]], 2)
     assert {p for p in optimizer.state if isinstance(p, torch.Tensor)} == {twin, params[1]}
     plain = parameters([(6, 4), (5,), (6, 4)], device=device)
-    other = opt.Muon(
-        [{"params": plain[:1], "use_muon": True}, {"params": plain[1:2], "use_muon": False}]
-    )
+    other = opt.Muon(marked(plain[:2], 1))
     train(other, plain, 2)
     assert_same_values(optimizer, other)
     assert all(t.is_pinned() == (device.type == "cuda") for t in travelling(optimizer))
