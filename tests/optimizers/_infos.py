@@ -143,10 +143,3 @@ class LeastSquares:
         loss = (self.weight.mv(self.input) + self.bias).square().sum()
         scale(loss).backward()
         return loss
-
-    def copy(self) -> LeastSquares:
-        other = object.__new__(LeastSquares)
-        other.weight = nn.Parameter(self.weight.detach().clone())
-        other.bias = nn.Parameter(self.bias.detach().clone())
-        other.input = self.input
-        return other

@@ -206,7 +206,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
 
     train(optimizer, scheduler, whole)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    half = whole.copy()
+    half = copy.deepcopy(whole)
     resumed = make(opt, name, groups_of(half))
     resumed_scheduler = SCHEDULERS[schedule](resumed)
     resumed.load_state_dict(saved[0])
@@ -262,7 +262,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
     optimizer.param_groups[1][key] = (0.5, 0.6)
     optimizer.step(problem.loss)
     assert optimizer.param_groups[1][key] == (0.5, 0.6)
-    fresh = make(opt, name, groups_of(problem.copy()))
+    fresh = make(opt, name, groups_of(copy.deepcopy(problem)))
     CYCLING[schedule](fresh)  # writes its first momentum; what is loaded then must win
     fresh.load_state_dict(optimizer.state_dict())
     fresh.step()

@@ -161,7 +161,7 @@ def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     saved = optimizer.state_dict()
     assert_equal(saved, again.state_dict())
     kept = copy.deepcopy(saved)
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, **options)
     loaded.load_state_dict(saved)
     assert_equal(saved, kept)
@@ -183,7 +183,7 @@ def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, nam
         older = copy.deepcopy(saved)
         for group in older["param_groups"]:
             group.pop(option, None)
-        twin = problem.copy()
+        twin = copy.deepcopy(problem)
         loaded = make(opt, name, twin.params, **options)
         loaded.load_state_dict(older)
         assert_equal(loaded.state_dict()["state"], saved["state"])
@@ -198,7 +198,7 @@ def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> N
     saved = {"momentum": 0.6, "betas": (0.5, 0.6), "ns_steps": 3, "beta2": 0.9}
     saved |= {"momentum_dtype": torch.bfloat16}  # which decides what the state is, as beta2 does
     problem, optimizer = stepped(opt, device, name, lr=0.03, weight_decay=0.2, **saved)
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, lr=0.5, none_grad=False, adjust_lr_fn="none")
     defaults = copy.deepcopy(loaded.defaults)
     loaded.load_state_dict(optimizer.state_dict())
@@ -215,7 +215,7 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     assert [state["step"].item() for state in counts] == [3.0]
     for state in counts:
         state["step"] = 3
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, rounding="residual")
     with torch.device("meta"):
         loaded.load_state_dict(saved)
@@ -297,7 +297,7 @@ def test_hooks_of_load_state_dict(opt, device, name) -> None:
     """What a hook returns is what is loaded, checks included; post hooks see it loaded."""
     problem, optimizer = stepped(opt, device, name)
     saved = optimizer.state_dict()
-    loaded = make(opt, name, problem.copy().params)
+    loaded = make(opt, name, copy.deepcopy(problem).params)
     calls = []
 
     def faster(o, state_dict):
@@ -334,7 +334,7 @@ def test_copies_and_pickles(opt, device, name, options) -> None:
         assert_equal(other.state_dict(), optimizer.state_dict())
         assert str(other) == str(optimizer)
         assert other.parameter_names(0) == optimizer.parameter_names(0)
-        twin = problem.copy()
+        twin = copy.deepcopy(problem)
         twin.weight, twin.bias = (group["params"][0] for group in other.param_groups)
         before = values(problem.params)
         other.step(twin.loss)
