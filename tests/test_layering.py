@@ -213,20 +213,15 @@ def collective_findings(tree: Tree) -> list[str]:
             continue
         known = aliases(source)
         for node in ast.walk(source):
-            name = None
+            names, method = [], None
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [f"{node.module}.{entry.name}" for entry in node.names]
-                name = next((entry for entry in names if _is_collective(entry)), None)
             elif isinstance(node, ast.Import):
                 names = [entry.name for entry in node.names]
-                name = next((entry for entry in names if _is_collective(entry)), None)
             elif isinstance(node, ast.Attribute):
-                full = dotted(node, known)
-                if full and _is_collective(full):
-                    name = full
-                elif node.attr in COLLECTIVE_METHODS:
-                    name = f".{node.attr}"
-            if name:
+                names = [dotted(node, known) or ""]
+                method = f".{node.attr}" if node.attr in COLLECTIVE_METHODS else None
+            if name := next(filter(_is_collective, names), method):
                 findings.append(f"{tree.where(module, node)}: {name} communicates")
     return findings
 

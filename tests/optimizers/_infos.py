@@ -49,13 +49,9 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _lambdas(optimizer) -> list[Callable[[int], float]]:
-    return [lambda epoch: 0.9**epoch for _ in optimizer.param_groups]
-
-
 # One of every scheduler, as test_there_is_one_of_every_scheduler finds.
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, _lambdas(o)),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
     "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.95),
     "StepLR": lambda o: schedulers.StepLR(o, step_size=3, gamma=0.5),
     "MultiStepLR": lambda o: schedulers.MultiStepLR(o, milestones=[2, 5], gamma=0.5),

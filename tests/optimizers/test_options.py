@@ -275,10 +275,6 @@ OPTIONS = [
 ]
 
 
-def of_kind(kind, value):
-    return tuple(map(kind, value)) if isinstance(value, tuple) else kind(value)
-
-
 def built(opt, device, number=0, **options):
     params = parameters([(4, 4), (5,)], device=device)
     groups = [
@@ -320,7 +316,8 @@ def test_a_number_is_taken_or_refused_before_anything_is_written(
     stepped(changed, params)
     new_gradients(params, seed=9)
     try:
-        given_value = of_kind(KINDS[kind], value)
+        make = KINDS[kind]
+        given_value = tuple(map(make, value)) if isinstance(value, tuple) else make(value)
     except (TypeError, ValueError, OverflowError):
         return  # the kind itself refuses the number
     try:
