@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ._checkout import tool
+from ._checkout import run_command, tool
 from ._project import (
     PACKAGE,
     ROOT,
@@ -401,8 +401,7 @@ LIMIT = tool("sizes").FOLDER_LIMIT
 
 
 def sizes(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "sizes.py"), "--root", str(root)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_command(sys.executable, ROOT / "tools" / "sizes.py", "--root", root)
 
 
 def function(lines: int, decorator: str = "") -> str:

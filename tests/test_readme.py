@@ -2,8 +2,6 @@
 
 import os
 import re
-import shutil
-import subprocess
 import sysconfig
 import textwrap
 import venv
@@ -13,7 +11,7 @@ import pytest
 import torch
 from kernels import get_kernel
 
-from ._checkout import GIT_ENVIRONMENT, ROOT, copy_checkout, tool
+from ._checkout import GIT_ENVIRONMENT, ROOT, copy_checkout, copy_from_root, run_command, tool
 
 # README says that a CUDA build of torch needs backend="cpu" where only the CPU variant is built.
 CPU_BACKEND = """
@@ -137,9 +135,6 @@ def test_names_on_our_side_exist(opt) -> None:
         assert callable(target), name
 
 
-BESIDE_THE_SOURCES = ("Makefile", "README.md", "metadata.json", "no_variant", "tools")
-
-
 def installation() -> list[str]:
     """The commands of README's section on installation, without their comments."""
     section = (ROOT / "README.md").read_text().split("\n## Install\n")[1].split("\n## ")[0]
@@ -177,22 +172,14 @@ def test_three_commands_of_the_readme_lead_to_a_trained_model(
     newcomer: dict[str, str], tmp_path: Path
 ) -> None:
     checkout = copy_checkout(tmp_path / "checkout")
-    for name in BESIDE_THE_SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, checkout / name)
+    copy_from_root(checkout, "Makefile", "README.md", "metadata.json", "no_variant", "tools")
     quickstart = blocks(ROOT / "README.md")[0]
     if torch.version.cuda and not torch.cuda.is_available():
         quickstart = CPU_BACKEND + quickstart
     (checkout / "quickstart.py").write_text(quickstart)
     commands = [*installation(), "python quickstart.py"]
     assert len(commands) <= 3
-    done = subprocess.run(
-        ["bash", "-ec", "\n".join(commands)],
-        cwd=checkout,
-        env=newcomer,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command("bash", "-ec", "\n".join(commands), cwd=checkout, env=newcomer)
     assert done.returncode == 0, done.stdout + done.stderr
     loss, before = map(float, re.search(r"loss (\S+), from (\S+)", done.stdout).groups())
     assert loss < before / 2

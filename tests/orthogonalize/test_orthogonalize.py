@@ -1,7 +1,6 @@
 """Any batch, any strides, degenerate matrices, wrong arguments; the input is never touched."""
 
 import os
-import subprocess
 import sys
 import weakref
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._checkout import ROOT
+from .._checkout import ROOT, run_command
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
 from ._matrices import exact, schedule
@@ -487,13 +486,9 @@ def test_bits_do_not_depend_on_the_batch_or_the_run(opt, device, shape) -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_first_result_is_there_within_a_second(repo_id, device) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL, repo_id, str(device)],
-        env=os.environ | {"LOCAL_KERNELS": f"{repo_id}={ROOT}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"LOCAL_KERNELS": f"{repo_id}={ROOT}"}
+    command = (sys.executable, "-c", FIRST_CALL, repo_id, str(device))
+    done = run_command(*command, env=environment, check=True)
     seconds, finite = done.stdout.split()
     assert finite == "True"
     assert float(seconds) < 1
