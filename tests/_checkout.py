@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
+from ._project import ROOT
+
 SOURCES = ("build.toml", "CARD.md", ".gitignore", "torch-ext", "kernels-src")
 # Commits must not depend on the settings of whoever runs the tests.
 GIT_ENVIRONMENT = {

@@ -255,8 +255,7 @@ def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
     loaded = make(opt, name, LeastSquares(device, dtype).params)
     loaded.load_state_dict(optimizer.state_dict())
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    pairs = zip(optimizer.state.values(), loaded.state.values(), strict=True)
-    for state, expected in [(theirs, mine) for mine, theirs in pairs]:
+    for expected, state in zip(optimizer.state.values(), loaded.state.values(), strict=True):
         assert state.keys() == expected.keys()
         for key, tensor in state.items():
             assert tensor.device.type == device.type
