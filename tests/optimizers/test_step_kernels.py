@@ -163,9 +163,8 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
     results = []
     for captured in (False, True):
         params, lr = of_every_shape(dtype, device), torch.tensor(0.02, device=device)
-        optimizer = every_cut(opt, name, params, lr=lr, beta2=beta2, none_grad=False)
-        for group in optimizer.param_groups:
-            group |= {"none_grad": False, "rounding": rounding}
+        options = {"lr": lr, "beta2": beta2, "none_grad": False, "rounding": rounding}
+        optimizer = every_cut(opt, name, params, **options)
         run = in_place(optimizer, params, captured)
         for step in range(100):
             lr.fill_(0.02 / (step + 1))
@@ -180,9 +179,7 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
 def test_a_step_never_synchronizes(opt, device, name, rounding) -> None:
     """By torch's own watch, and by what a profiler sees of the driver between two steps."""
     params = of_every_shape(torch.bfloat16, device)
-    optimizer = every_cut(opt, name, params, none_grad=False)
-    for group in optimizer.param_groups:
-        group |= {"none_grad": False, "rounding": rounding}
+    optimizer = every_cut(opt, name, params, none_grad=False, rounding=rounding)
     optimizer.step()  # makes the plan and loads the kernels
     torch.cuda.synchronize(device)
     with no_waits():
