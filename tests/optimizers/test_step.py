@@ -10,11 +10,18 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, fail_at
-from ._steps import CLASSES, both, new_gradients, nothing_written, parameters, train, values
-from .test_state import SHAPES as STATE_SHAPES
-from .test_state import muon, state_tensors
-
-SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
+from ._steps import (
+    CLASSES,
+    both,
+    every_cut,
+    new_gradients,
+    nothing_written,
+    of_every_shape,
+    parameters,
+    train,
+    values,
+)
+from .test_state import SHAPES, muon, state_tensors
 
 
 @pytest.mark.sees_defect("Nesterov writes into p.grad; without it p.grad is the momentum buffer")
@@ -22,11 +29,8 @@ SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
 @CLASSES
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = both(opt, params, none_grad=False)[name]()
-    for group in optimizer.param_groups:
-        if "nesterov" in group:
-            group["nesterov"] = nesterov
+    params = of_every_shape(torch.float32, device)
+    optimizer = every_cut(opt, name, params, none_grad=False, nesterov=nesterov)
     for _ in range(3):
         grads = [param.grad for param in params]
         before = [grad.clone() for grad in grads]
@@ -44,14 +48,8 @@ def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
 @pytest.mark.parametrize("none_grad", [True, False])
 @CLASSES
 def test_none_grad_means_the_same_on_every_path(opt, device, name, none_grad) -> None:
-    params = parameters([(3, 4, 5), (4, 4), (0, 4), (5,), (5, 5)], device=device)
-    groups = [
-        {"params": params[:3], "names": ["experts.w", "a", "d"], "expert_keys": ["experts"]},
-        {"params": params[3:], "names": ["b", "c"]},
-    ]
-    groups = [{**group, "lr": 0.1, "none_grad": none_grad} for group in groups]
-    groups[0]["kind"], groups[1]["kind"] = "muon", "adamw"
-    getattr(opt, name)(groups).step()
+    params = of_every_shape(torch.float32, device)
+    every_cut(opt, name, params, none_grad=none_grad).step()
     assert all((param.grad is None) == none_grad for param in params)
 
 
@@ -316,7 +314,7 @@ def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_pa
 def test_memory_that_runs_out_before_a_write_changes_nothing(
     opt, submodule, device, monkeypatch
 ) -> None:
-    params, twins = parameters(STATE_SHAPES, device=device), parameters(STATE_SHAPES, device=device)
+    params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     optimizer, twin = muon(opt, params), muon(opt, twins)
     optimizer.turn_on_cpu_offload()
     optimizer.fit_state()
