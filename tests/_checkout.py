@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
+from ._project import ROOT
+
 SOURCES = ("build.toml", "CARD.md", ".gitignore", "torch-ext", "kernels-src")
 # Commits must not depend on the settings of whoever runs the tests.
 GIT_ENVIRONMENT = {
@@ -31,16 +32,26 @@ def tool(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def run_command(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
+    """A program, with its output captured; options are those of `subprocess.run`."""
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
 def git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments],
-        cwd=root,
-        env=os.environ | GIT_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    environment = os.environ | GIT_ENVIRONMENT
+    return run_command("git", *arguments, cwd=root, env=environment, check=True).stdout.strip()
+
+
+def copy_from_root(target: Path, *names: str) -> None:
+    """Files and folders of this checkout."""
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
 
 
 def copy_checkout(target: Path) -> Path:
@@ -49,14 +60,7 @@ def copy_checkout(target: Path) -> Path:
     The object cache of the CPU comes along, as in a checkout that was built before: objects do not
     depend on the folder, so only what differs is compiled.
     """
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, target / name, ignore=ignore)
-        else:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target / name)
+    copy_from_root(target, *SOURCES)
     cache = tool("local_build.compilation").object_folder("cpu")
     if (ROOT / cache).is_dir():
         shutil.copytree(ROOT / cache, target / cache)
@@ -68,12 +72,8 @@ def copy_checkout(target: Path) -> Path:
 
 def run_build(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run tools/build_local.py on `root`, never raising."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "build_local.py"), "--root", str(root), *arguments],
-        env=os.environ | GIT_ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-    )
+    command = (sys.executable, ROOT / "tools" / "build_local.py", "--root", root, *arguments)
+    return run_command(*command, env=os.environ | GIT_ENVIRONMENT | environment)
 
 
 @functools.lru_cache(maxsize=1)

@@ -107,6 +107,14 @@ class Forks:
             raise subprocess.TimeoutExpired(command, timeout, stdout, stderr)
         return subprocess.CompletedProcess(command, status, stdout, stderr)
 
+    def pytest(
+        self, *arguments: object, folder: Path, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """pytest in a folder, without the options of this run, such as workers of pytest-xdist."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+        return self.run(*options, *arguments, folder=folder, environment=kept | environment)
+
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.server.stdin.close()

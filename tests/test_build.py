@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,16 @@ from types import ModuleType
 import pytest
 import tomllib
 
-from ._checkout import ROOT, git, metadata_of, run_build, tool, variant_of
+from ._checkout import (
+    ROOT,
+    copy_from_root,
+    git,
+    metadata_of,
+    run_build,
+    run_command,
+    tool,
+    variant_of,
+)
 
 KERNELS = tomllib.loads((ROOT / "build.toml").read_text())["kernel"].values()
 # Of the CPU variant: its kernels, the binding, and the stand-ins for a newer g++.
@@ -235,19 +243,14 @@ case "$1" in build | test) [ -z "$PUBLISHABLE" ] || [ -z "$FINDING" ] || exit 1 
 
 @pytest.mark.parametrize(("finding", "status"), [("", 0), ("yes", 1)])
 def test_ci_fails_where_a_variant_cannot_be_published(tmp_path: Path, finding, status):
-    (tmp_path / ".ci").mkdir()
-    shutil.copyfile(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    copy_from_root(tmp_path, ".ci/run")
     for name, text in (("make", MAKE), ("nvcc", "#!/bin/sh\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "build" / "torch-cu130").mkdir(parents=True)
     (tmp_path / "build" / "torch-cu130" / "x.abi3.so").touch()
-    done = subprocess.run(
-        ["bash", tmp_path / ".ci" / "run"],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FINDING": finding},
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FINDING": finding}
+    done = run_command("bash", tmp_path / ".ci" / "run", env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.endswith("failed: make test, make build BACKEND=cuda" if finding else "passed")
@@ -261,11 +264,9 @@ def without_make() -> dict[str, str]:
 
 @pytest.mark.parametrize("target", ["build", "test"])
 def test_the_makefile_hands_on_what_must_be_publishable(target: str):
-    words = ["make", "--dry-run", "NO_VENV=1", target]
+    words = ("make", "--dry-run", "NO_VENV=1", target)
     for publishable in ((), ("PUBLISHABLE=1",)):
-        command = [*words, *publishable]
-        options = {"cwd": ROOT, "env": without_make(), "capture_output": True, "text": True}
-        told = subprocess.run(command, **options)
+        told = run_command(*words, *publishable, cwd=ROOT, env=without_make())
         builds = [line for line in told.stdout.splitlines() if "build_local.py" in line]
         assert len(builds) == 1 and ("--publishable" in builds[0]) == bool(publishable)
 
@@ -283,16 +284,14 @@ echo "RAN $*"
 @pytest.fixture
 def make(sources: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """make in a checkout with a Python that does nothing; returns what it was to do."""
-    for name in ("Makefile", "tools"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, sources / name)
+    copy_from_root(sources, "Makefile", "tools")
     python = tmp_path / "python3"
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
 
     def run(*words: str) -> list[str]:
-        command = ["make", "-C", sources, *words, f"BASE_PYTHON={python}", "BACKEND=cpu"]
-        done = subprocess.run(command, env=without_make(), capture_output=True, text=True)
+        command = ("make", "-C", sources, *words, f"BASE_PYTHON={python}", "BACKEND=cpu")
+        done = run_command(*command, env=without_make())
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         return [line for line in lines if line.startswith(("RAN ", "make demo "))]
@@ -595,8 +594,8 @@ def test_a_header_of_this_machine_is_found(tmp_path: Path, folder: str, found: i
 def link(folder: Path, name: str, code: str, *flags: str) -> Path:
     source, library = folder / f"{name}.c", folder / name
     source.write_text(code)
-    command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-o", str(library), str(source), *flags]
-    subprocess.run(command, check=True, capture_output=True)
+    command = ("gcc", "-shared", "-fPIC", "-nostdlib", "-o", library, source, *flags)
+    run_command(*command, check=True)
     return library
 
 
@@ -681,8 +680,7 @@ def disassembled(library: Path) -> dict[tuple[str, str], str]:
     """(kernel, architecture) -> instructions, of the kernels of WAITING."""
     triton = Path(find_spec("triton").origin).parent
     tool = triton / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(tool), "-sass", "-fun", ",".join(WAITING), str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_command(tool, "-sass", "-fun", ",".join(WAITING), library, check=True)
     found, architecture = {}, ""
     for part in re.split(r"^(?=arch = |\s*Function : )", done.stdout, flags=re.MULTILINE):
         head, _, rest = part.strip().partition("\n")

@@ -1,11 +1,10 @@
 """The count of the tests that need a GPU: that none vanishes from a run without one."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT
+from ._project import ROOT, write_files
 
 TESTS = """
 import pytest
@@ -22,25 +21,21 @@ COMPLAINT = "tests/gpu_tests.txt COUNTS {} TESTS FOR A GPU in tests/two, FOUND {
 @pytest.fixture
 def project(tmp_path) -> Path:
     """Two folders of tests under this project's conftest, three and two of them for a GPU."""
-    for file in ("pytest.ini", "tests/__init__.py", "tests/conftest.py"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text((ROOT / file).read_text())
+    kept = ("pytest.ini", "tests/__init__.py", "tests/conftest.py")
+    files = {file: (ROOT / file).read_text() for file in kept}
     for name, sizes in (("one", 3), ("two", 2)):
-        (tmp_path / "tests" / name).mkdir()
-        (tmp_path / "tests" / name / "__init__.py").touch()
-        (tmp_path / "tests" / name / "test_it.py").write_text(TESTS.format(sizes=sizes))
-    (tmp_path / "tests" / "gpu_tests.txt").write_text(RIGHT)
+        files[f"tests/{name}/__init__.py"] = ""
+        files[f"tests/{name}/test_it.py"] = TESTS.format(sizes=sizes)
+    write_files(tmp_path, files | {"tests/gpu_tests.txt": RIGHT})
     return tmp_path
 
 
 @pytest.fixture
 def run(forks, project):
     """`run(*arguments)`: (exit status, output) of pytest in the project."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
 
     def run_pytest(*arguments: str) -> tuple[int, str]:
-        options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-        done = forks.run(*options, *arguments, folder=project, environment=kept)
+        done = forks.pytest(*arguments, folder=project)
         return done.returncode, done.stdout + done.stderr
 
     return run_pytest

@@ -67,6 +67,9 @@ def test_a_device_that_is_not_there_is_said(opt, op, problem):
     assert "is not there" in opt.explain(op, device=99, **problem)
     with pytest.raises(RuntimeError, match="nowhere"):
         opt.explain(op, device="nowhere", **problem)
+    missing = "shape" if problem else "device"
+    with pytest.raises(TypeError, match=rf"explain\('{op}'\): .*'{missing}'"):
+        opt.explain(op, **({"device": "cpu"} if problem else {}))
 
 
 def test_every_op_is_compiled_for_an_h200(dispatch, pretend):

@@ -62,9 +62,9 @@ def facade_findings(package: Path) -> list[str]:
         for path in (package / "__init__.py", package / "layers.py")
         for node in parse(path).body
         if not isinstance(node, ast.Import | ast.ImportFrom)
-        and not (isinstance(node, ast.Assign) and _targets(node) == ["__all__"])
+        and not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
         and not (isinstance(node, ast.ClassDef) and path.stem == "layers")
-        and not _is_docstring(node)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))  # docstring
     ]
 
 
@@ -167,7 +167,8 @@ def _has_one_config(call: ast.Call) -> bool:
 
 
 def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[str]:
-    """The Hub id is stated in build.toml alone; documents may show it, and then correctly.
+    """The Hub id is stated in build.toml alone; documents may show it, and then correctly, or as
+    the "{{ repo_id }}" that the builder fills in.
 
     Records of runs (docs/benchmarks/*.json) hold the id that was loaded.
     """
@@ -178,7 +179,7 @@ def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[st
         if text is None or path.as_posix() == "build.toml" or path.match("docs/benchmarks/*.json"):
             continue
         if path.suffix == ".md":
-            others = [hit for hit in shown.finditer(text) if not _is_the_id(hit[1], repo_id)]
+            others = [hit for hit in shown.finditer(text) if hit[1] not in (repo_id, "{{")]
             message = f"does not show the id of build.toml, {repo_id}"
         else:
             others = list(re.finditer(re.escape(repo_id), text))
@@ -187,25 +188,6 @@ def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[st
             line = text.count("\n", 0, hit.start()) + 1
             findings.append(f"{path.as_posix()}:{line}: {message}")
     return findings
-
-
-def _is_the_id(shown: str, repo_id: str) -> bool:
-    return shown == repo_id or shown.startswith(
-        "{{"
-    )  # the card's template is filled by the builder
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [ast.unparse(target) for target in targets]
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
 
 
 def _last(node: ast.AST) -> str | None:

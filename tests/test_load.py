@@ -1,19 +1,16 @@
 """Loading, as users do it: fresh interpreters that only have torch, `kernels` and the variant."""
 
-import ast
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
-from importlib import import_module
-from importlib.util import module_from_spec, resolve_name, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ._checkout import ROOT, built_checkout
+from ._checkout import ROOT, built_checkout, copy_from_root, run_command
 
 USE = """
 packed = torch.arange(64, dtype=torch.uint8)  # two experts of 4 x 16, packed two to a byte
@@ -32,13 +29,7 @@ def run(code: str, **environment: str | None) -> str:
         for name, value in (os.environ | environment).items()
         if value is not None and name not in {"PYTHONPATH", "PYTHONWARNINGS"}
     }
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd="/",
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command(sys.executable, "-c", textwrap.dedent(code), cwd="/", env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -126,24 +117,6 @@ def test_works_without_triton_and_numpy(repo_id: str, local: dict[str, str]):
         TRITON_INTERPRET=None,
     )
     assert output.strip() == "set()"
-
-
-def test_what_modules_import_of_each_other_is_there(opt):
-    """Also inside functions: what only a GPU's path imports would be missed there alone."""
-    pytest.importorskip("triton")
-    folder, missing = Path(opt.__file__).parent, []
-    for path in sorted(folder.rglob("*.py")):
-        package = ".".join((opt.__name__, *path.relative_to(folder).parts[:-1]))
-        imports = (
-            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)
-        )
-        for node in (n for n in imports if n.level):
-            name = resolve_name("." * node.level + (node.module or ""), package)
-            module = import_module(name)
-            inner = {path.stem for path in Path(module.__file__).parent.glob("*")}
-            known = {*vars(module), *(inner if hasattr(module, "__path__") else ())}
-            missing += (f"{path}: {a.name} of {name}" for a in node.names if a.name not in known)
-    assert missing == []
 
 
 def test_import_touches_no_device_and_none_of_our_triton_modules(
@@ -248,8 +221,7 @@ def load_error(forks, checkout: Path, repo_id: str, cuda: str | None) -> str:
 @pytest.fixture
 def unbuilt(tmp_path: Path) -> Path:
     """What of a checkout the client reads before anything is built."""
-    shutil.copyfile(ROOT / "metadata.json", tmp_path / "metadata.json")
-    shutil.copytree(ROOT / "no_variant", tmp_path / "no_variant")
+    copy_from_root(tmp_path, "metadata.json", "no_variant")
     return tmp_path
 
 
@@ -316,13 +288,7 @@ def test_set_up_says_at_once_that_it_needs_linux(tmp_path: Path, system: str) ->
     (tmp_path / "uname").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for target, code in (("setup", 2), ("demo", 2), ("build", 2), ("help", 0)):
-        done = subprocess.run(
-            ["make", "--dry-run", target],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = run_command("make", "--dry-run", target, cwd=ROOT, env=environment)
         assert done.returncode == code, done.stderr
         said = f"optimizer has no compiled variant for {system}" in done.stderr
         assert said == (target != "help") and "pip" not in done.stdout

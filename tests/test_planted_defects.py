@@ -6,7 +6,6 @@ that reads `old` and runs the test, in a process of its own.
 """
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -64,11 +63,7 @@ def run(forks, checkout):
     """`run(*nodes)`: those tests on the copy, in a process of their own."""
 
     def run_nodes(*nodes: str) -> subprocess.CompletedProcess:
-        # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        options = ("-q", "-p", "no:cacheprovider", "--tb=line")
-        environment = {**kept, "OMP_NUM_THREADS": "1"}
-        return forks.run("-m", "pytest", *options, *nodes, folder=checkout, environment=environment)
+        return forks.pytest("--tb=line", *nodes, folder=checkout, OMP_NUM_THREADS="1")
 
     return run_nodes
 

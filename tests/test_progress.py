@@ -150,7 +150,7 @@ def test_no_case_begins_behind_the_budget(toy, harness, monkeypatch, capsys) -> 
     assert toy.measured == CASES[3:] and cases_in(toy.complete) == CASES
 
 
-def test_two_commands_share_the_cases_of_a_file(toy, harness, capsys) -> None:
+def test_two_commands_share_the_cases_of_a_file(toy, capsys) -> None:
     """One begins within a case of the other: that case stays the other's, in its place; a case
     without a row, as of a peer that failed, is finished, too."""
     inner = []

@@ -1,10 +1,7 @@
 """The Python blocks of README and of every page for users run as they stand, page by page."""
 
-import logging
 import os
 import re
-import shutil
-import subprocess
 import sysconfig
 import textwrap
 import venv
@@ -14,7 +11,7 @@ import pytest
 import torch
 from kernels import get_kernel
 
-from ._checkout import GIT_ENVIRONMENT, ROOT, copy_checkout, tool
+from ._checkout import GIT_ENVIRONMENT, ROOT, copy_checkout, copy_from_root, run_command, tool
 
 # README says that a CUDA build of torch needs backend="cpu" where only the CPU variant is built.
 CPU_BACKEND = """
@@ -138,9 +135,6 @@ def test_names_on_our_side_exist(opt) -> None:
         assert callable(target), name
 
 
-BESIDE_THE_SOURCES = ("Makefile", "README.md", "metadata.json", "no_variant", "tools")
-
-
 def installation() -> list[str]:
     """The commands of README's section on installation, without their comments."""
     section = (ROOT / "README.md").read_text().split("\n## Install\n")[1].split("\n## ")[0]
@@ -178,125 +172,14 @@ def test_three_commands_of_the_readme_lead_to_a_trained_model(
     newcomer: dict[str, str], tmp_path: Path
 ) -> None:
     checkout = copy_checkout(tmp_path / "checkout")
-    for name in BESIDE_THE_SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, checkout / name)
+    copy_from_root(checkout, "Makefile", "README.md", "metadata.json", "no_variant", "tools")
     quickstart = blocks(ROOT / "README.md")[0]
     if torch.version.cuda and not torch.cuda.is_available():
         quickstart = CPU_BACKEND + quickstart
     (checkout / "quickstart.py").write_text(quickstart)
     commands = [*installation(), "python quickstart.py"]
     assert len(commands) <= 3
-    done = subprocess.run(
-        ["bash", "-ec", "\n".join(commands)],
-        cwd=checkout,
-        env=newcomer,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command("bash", "-ec", "\n".join(commands), cwd=checkout, env=newcomer)
     assert done.returncode == 0, done.stdout + done.stderr
     loss, before = map(float, re.search(r"loss (\S+), from (\S+)", done.stdout).groups())
     assert loss < before / 2
-
-
-# What somebody types who comes from elsewhere -> what the error or the log says to do.
-REFUSED = {
-    "Keller Jordan's groups": (
-        "opt.Muon([dict(params=[w], use_muon=True, lr=0.02), dict(params=[b], use_muon=False, "
-        "lr=3e-4, betas=(0.9, 0.95), eps=1e-10)])",
-        "for his update write Muon(groups, adjust_lr_fn='original'",
-    ),
-    "dion's groups": (
-        'opt.Muon([{"params": [w], "algorithm": "muon"}], lr=0.01)',
-        "write use_muon=True for algorithm='muon'",
-    ),
-    "dion's momentum": ("opt.Muon([w], lr=0.01, mu=0.95)", "it is called momentum here"),
-    "AdamW's averages": ("opt.Muon([w], betas=(0.9, 0.95))", "'betas': write adamw_betas"),
-    "AdamW's switch": ("opt.Muon([w], fused=True)", "leave it out"),
-    "a model": ("opt.Muon(torch.nn.Linear(8, 8))", "pass get_default_muon_param_groups(model)"),
-    "a question without its shape": ('opt.explain("orthogonalize", device="cpu")', "'shape'"),
-    "Moonlight's constructor": (
-        "opt.Muon(lr=1e-3, wd=0.1, muon_params=[w], adamw_params=[b])",
-        "for Moonlight's update write Muon([{'params': muon_params, 'use_muon': True}",
-    ),
-    "a misspelt key": ('opt.Muon([{"params": [w], "momentm": 0.9}])', "write 'momentum' if"),
-    "no rate": ('opt.MuonAdamW([{"kind": "muon", "params": [w]}])', "lr must be given for kind"),
-    "two groups": (
-        "muon, adamw = opt.get_default_muon_param_groups(torch.nn.Linear(8, 8))",
-        "unpack three, or pass no_decay=False for two",
-    ),
-    "a group without names behind named ones": (
-        'opt.Muon([("w", w)]).add_param_group({"params": [b]})',
-        "group 1 has no names and group 0 has `param_names`; give (name, parameter) pairs",
-    ),
-    "a vector": ("opt.orthogonalize(b)", "update it with AdamW instead"),
-    "weight decay in the third place": (
-        "opt.Muon([('w', w)], 1e-3, 0.1)",
-        "weight_decay",
-    ),
-}
-LOGGED = {
-    "groups without marks": (
-        'opt.Muon([{"params": [w]}, {"params": [b]}])',
-        "pass get_default_muon_param_groups(model), or model.named_parameters()",
-    ),
-    "a group added later": (
-        'opt.Muon([{"params": [w], "use_muon": True}]).add_param_group({"params": [b]})',
-        "pass get_default_muon_param_groups(model), or model.named_parameters()",
-    ),
-    "a rate of Keller Jordan's": ('opt.Muon([("w", w)], lr=0.02)', "take a rate of AdamW such as"),
-    "QK-clip without names": (
-        "opt.Muon([w], clip_config=dict(q_indices=[0], k_indices=[0], head_dim=4, threshold=100))",
-        "QK-clip needs names such as",
-    ),
-    "experts that are not there": (
-        'opt.Muon([("w", w)], expert_keys=("experts",))',
-        "is a component of no parameter's name",
-    ),
-}
-TAKEN = {
-    "torch's arguments": "opt.Muon([('w', w)], ns_coefficients=(3.4, -4.8, 2.0), eps=1e-7)",
-    "keys of schedulers and trainers": 'opt.Muon([{"params": [("w", w)], "name": "x", '
-    '"lr_scale": 1.0, "initial_lr": 1e-3, "fused": True, "foreach": False}])',
-    "a model cast after steps": """
-        model = torch.nn.Linear(8, 8)
-        optimizer = opt.Muon(model.named_parameters())
-        for dtype in (torch.float32, torch.float64):
-            model.to(dtype)(torch.ones(2, 8, dtype=dtype)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    """,
-    "Motif's argument": "opt.Muon([('w', w)], use_distributed_muon=False)",
-    "Motif's call": "opt.Muon(opt.muon.get_default_muon_param_groups(torch.nn.Linear(8, 8)), "
-    "lr=1e-3, momentum=0.9, weight_decay=1e-4)",
-    "a scheduler's rate": 'opt.MuonAdamW([{"kind": "muon", "params": [w], "lr": 0.02}])'
-    '.defaults["lr"]',
-    "a device that is not there": 'assert "is not there" in opt.explain("expert_sort", device=99)',
-}
-
-
-def types(opt, code: str) -> None:
-    w, b = (torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (8,)))
-    exec(textwrap.dedent(code), {"opt": opt, "torch": torch, "w": w, "b": b})
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_refused_with_what_to_write(opt, name: str) -> None:
-    code, sentence = REFUSED[name]
-    with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
-        types(opt, code)
-
-
-@pytest.mark.parametrize("name", LOGGED)
-def test_what_may_be_meant_is_logged_with_what_to_write(opt, dispatch, caplog, name: str) -> None:
-    code, sentence = LOGGED[name]
-    dispatch.say_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        types(opt, code)
-    assert any(sentence in record.getMessage() for record in caplog.records), caplog.text
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_others_pass_is_taken(opt, caplog, name: str) -> None:
-    types(opt, TAKEN[name])
-    assert not caplog.records

@@ -1,12 +1,11 @@
 """`make test-symm`: every test is of a part that runs, and what the parts count is added up."""
 
-import os
 import subprocess
 
 import pytest
 
 from ._checkout import tool
-from .conftest import ROOT
+from ._project import ROOT, write_files
 
 COPIED = ("pytest.ini", "tests/__init__.py", "tests/conftest.py", "tests/distributed/__init__.py")
 COPIED += ("tests/distributed/conftest.py", "tests/distributed/_ranks.py")
@@ -22,17 +21,11 @@ def test_two(part, record_property):
 
 
 def test_a_part_is_the_tests_marked_so(forks, tmp_path) -> None:
-    for file in COPIED:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text((ROOT / file).read_text())
-    suite = tmp_path / "tests" / "distributed" / "test_it.py"
-    suite.write_text(TESTS)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    suite = "tests/distributed/test_it.py"
+    write_files(tmp_path, {file: (ROOT / file).read_text() for file in COPIED} | {suite: TESTS})
 
     def run(part: str, parts: str) -> tuple[int, str]:
-        environment = kept | {"SYMM_PART": part, "SYMM_PARTS": parts}
-        options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite))
-        done = forks.run(*options, folder=tmp_path, environment=environment)
+        done = forks.pytest(suite, folder=tmp_path, SYMM_PART=part, SYMM_PARTS=parts)
         return done.returncode, done.stdout + done.stderr
 
     status, output = run("faults", "faults,four ranks")

@@ -138,16 +138,16 @@ def draw(*shape: int, dtype: torch.dtype, device, seed: int = 0) -> torch.Tensor
     return torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
-def exact_norms(x: torch.Tensor, prefactor: float = PREFACTOR) -> torch.Tensor:
-    """x (b, r, c) over prefactor times its norm, in float64; zeros stay."""
+def exact_norms(x: torch.Tensor) -> torch.Tensor:
+    """x (b, r, c) over PREFACTOR times its norm, in float64; zeros stay."""
     norms = torch.stack([m.double().square().sum().sqrt() for m in x])
     norms = torch.where(norms == 0, 1.0, norms)
-    return x.double() / (prefactor * norms)[:, None, None]
+    return x.double() / (PREFACTOR * norms)[:, None, None]
 
 
-def assert_rounded_once(actual: torch.Tensor, x: torch.Tensor, prefactor: float = PREFACTOR):
+def assert_rounded_once(actual: torch.Tensor, x: torch.Tensor) -> None:
     """Every element is within the rounding to its dtype and two of float32: factor, product."""
-    expected, info = exact_norms(x, prefactor), torch.finfo(actual.dtype)
+    expected, info = exact_norms(x), torch.finfo(actual.dtype)
     assert actual.shape == x.shape
     allowed = expected.abs() * (info.eps / 2 + 2.0**-23) * (1 + 2.0**-20)
     allowed += info.tiny * info.eps * 0.5 * (1 + 2.0**-10)  # of subnormal numbers

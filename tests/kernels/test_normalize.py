@@ -23,18 +23,23 @@ reference_crop = module_fixture("reference.normalize", "crop")
 FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def assert_factors(norm_factors, x: torch.Tensor, patterns: tuple[str, ...], **options) -> None:
+    """Factors and their roots, of x in any layout."""
+    expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
+    for view in (x, *(laid_out(x, pattern) for pattern in patterns)):
+        factors, roots = norm_factors(view, PREFACTOR, **options)
+        assert factors.dtype == roots.dtype == torch.float32
+        assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0), x.shape
+        assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0), x.shape
+
+
 @pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((3, 1, 1), (5, 130, 130), (2, 1025, 63), (0, 4, 4)), ids=str)
 def test_factors_and_roots(norm_factors, device, shape, dtype):
     x = draw(*shape, dtype=torch.float32, device=device).to(dtype)
     if len(x):
         x[0, 0, 0] = 3.0
-    expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
-    for view in (x, laid_out(x, "transposed"), laid_out(x, "shifted")):
-        factors, roots = norm_factors(view, PREFACTOR)
-        assert factors.dtype == roots.dtype == torch.float32
-        assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0)
-        assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0)
+    assert_factors(norm_factors, x, ("transposed", "shifted"))
 
 
 def test_zero_inf_and_nan(norm_factors, device):
@@ -61,11 +66,7 @@ def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.T
 def test_symmetric_matrices(norm_factors, device, dtype):
     for side in SYMMETRIC_SIDES:
         x = draw_symmetric(3, side, dtype, device)
-        expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
-        for view in (x, laid_out(x, "transposed"), laid_out(x, "padded"), laid_out(x, "shifted")):
-            factors, roots = norm_factors(view, PREFACTOR, symmetric=True)
-            assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0), side
-            assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0), side
+        assert_factors(norm_factors, x, ("transposed", "padded", "shifted"), symmetric=True)
         alone = norm_factors(x[1:2], PREFACTOR, symmetric=True)
         assert_same_bits(alone[0], norm_factors(x, PREFACTOR, symmetric=True)[0][1:2])
 

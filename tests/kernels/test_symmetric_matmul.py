@@ -104,7 +104,7 @@ def test_a_matrix_gives_the_same_bits_in_any_batch(multiply, device, path, dtype
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_change_no_bit(opt, module, device, pattern, dtype):
+def test_strides_change_no_bit(module, device, pattern, dtype):
     A = torch.randn(2, 70, 90, device=device).to(dtype)
     expected = module.symmetric_matmul(A, alpha=0.3, diag=0.1)
     actual = module.symmetric_matmul(laid_out(A, pattern), alpha=0.3, diag=0.1)

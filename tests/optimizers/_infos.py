@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
-NAMES = ("Muon", "MuonAdamW")
+from ._steps import CLASSES
+
 MUON, ADAMW = "muon", "adamw"
 ADAMW_OPTIONS = ("betas", "eps")
 SHARED_OPTIONS = ("lr", "weight_decay", "none_grad")
@@ -48,13 +49,9 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _lambdas(optimizer) -> list[Callable[[int], float]]:
-    return [lambda epoch: 0.9**epoch for _ in optimizer.param_groups]
-
-
 # One of every scheduler, as test_there_is_one_of_every_scheduler finds.
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, _lambdas(o)),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
     "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.95),
     "StepLR": lambda o: schedulers.StepLR(o, step_size=3, gamma=0.5),
     "MultiStepLR": lambda o: schedulers.MultiStepLR(o, milestones=[2, 5], gamma=0.5),
@@ -113,13 +110,9 @@ def _chosen(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_class(argument: str = "name"):
-    return pytest.mark.parametrize(argument, NAMES)
-
-
 def by_input(test):
     """Every class with every input."""
-    return by_class()(pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)(test))
+    return CLASSES(pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS)(test))
 
 
 class LeastSquares:
@@ -146,10 +139,3 @@ class LeastSquares:
         loss = (self.weight.mv(self.input) + self.bias).square().sum()
         scale(loss).backward()
         return loss
-
-    def copy(self) -> LeastSquares:
-        other = object.__new__(LeastSquares)
-        other.weight = nn.Parameter(self.weight.detach().clone())
-        other.bias = nn.Parameter(self.bias.detach().clone())
-        other.input = self.input
-        return other

@@ -10,10 +10,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._infos import SCHEDULERS, LeastSquares, by_class, make
-from ._steps import both, marked, new_gradients, parameters, values
-
-CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+from ._infos import SCHEDULERS, LeastSquares, make
+from ._steps import CLASSES, both, marked, new_gradients, parameters, values
 
 
 class NoHostReads(TorchDispatchMode):
@@ -88,7 +86,7 @@ def test_gradients_may_have_another_precision(opt, device, dtype) -> None:
 
 @pytest.mark.parametrize("form", ["0-D", "1-D"])
 @pytest.mark.parametrize("lr_is", ["number", "tensor", "function"])
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
     opt, device, tmp_path, name, lr_is, form
 ) -> None:
@@ -162,7 +160,7 @@ def test_there_is_one_of_every_scheduler() -> None:
 
 @pytest.mark.sees_defect("a Tensor lr breaks, or waits for the device")
 @by_scheduler
-@by_class()
+@CLASSES
 def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
     """As those of torch.optim.SGD. A Tensor stays the same object, and parameters move as with
     numbers."""
@@ -194,7 +192,7 @@ def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
 
 
 @by_scheduler
-@by_class()
+@CLASSES
 def test_a_schedule_resumes(opt, device, name, schedule) -> None:
     """Both state_dicts at half time: the second half is that of an uninterrupted run."""
     whole = LeastSquares(device)
@@ -208,7 +206,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
 
     train(optimizer, scheduler, whole)
     saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    half = whole.copy()
+    half = copy.deepcopy(whole)
     resumed = make(opt, name, groups_of(half))
     resumed_scheduler = SCHEDULERS[schedule](resumed)
     resumed.load_state_dict(saved[0])
@@ -220,7 +218,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", CYCLING)
-@by_class()
+@CLASSES
 def test_a_cycled_momentum_is_that_of_every_group(opt, device, name, schedule) -> None:
     """By default OneCycleLR and CyclicLR cycle momentum in Muon groups, beta1 in AdamW's."""
     problem, by_hand = LeastSquares(device), LeastSquares(device)
@@ -247,7 +245,7 @@ def test_a_cycled_momentum_is_that_of_every_group(opt, device, name, schedule) -
 
 
 @pytest.mark.parametrize("schedule", CYCLING)
-@by_class()
+@CLASSES
 def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
     opt, device, name, schedule
 ) -> None:
@@ -264,7 +262,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
     optimizer.param_groups[1][key] = (0.5, 0.6)
     optimizer.step(problem.loss)
     assert optimizer.param_groups[1][key] == (0.5, 0.6)
-    fresh = make(opt, name, groups_of(problem.copy()))
+    fresh = make(opt, name, groups_of(copy.deepcopy(problem)))
     CYCLING[schedule](fresh)  # writes its first momentum; what is loaded then must win
     fresh.load_state_dict(optimizer.state_dict())
     fresh.step()
@@ -272,7 +270,7 @@ def test_a_cycled_momentum_is_an_ordinary_option_after_the_cycle(
 
 
 @pytest.mark.parametrize("schedule", CYCLING)
-@by_class()
+@CLASSES
 def test_groups_of_a_cycled_optimizer_make_another(opt, device, name, schedule) -> None:
     """The keys that schedulers leave in groups are no unknown options."""
     optimizer = make(opt, name, groups_of(LeastSquares(device)))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits, no_waits
-from ._steps import both, new_gradients, nothing_written, parameters, values
+from ._steps import CLASSES, both, new_gradients, nothing_written, parameters, values
 from .test_groups import ADAMW_OPTIONS, MUON_OPTIONS
 from .test_numbers import NoHostReads
 
@@ -53,7 +53,7 @@ CHANGED += [
     CHANGED,
     ids=[f"{option}-{message}" for _, option, _, _, message in CHANGED],
 )
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_a_wrong_option_stops_the_step_before_any_write(
     opt, device, name, number, option, value, error, message
 ) -> None:
@@ -121,7 +121,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
     assert checks == ["group 0", "group 1", "group 1"]
 
 
-def test_what_may_give_another_value_is_asked_at_every_step(opt, submodule, device) -> None:
+def test_what_may_give_another_value_is_asked_at_every_step(opt, device) -> None:
     """A function, a Tensor and a dict; of numbers and words the last answer counts."""
     (param,) = parameters([(6, 4)], device=device)
     rates = iter([0.5, 0.25])
@@ -275,10 +275,6 @@ OPTIONS = [
 ]
 
 
-def of_kind(kind, value):
-    return tuple(map(kind, value)) if isinstance(value, tuple) else kind(value)
-
-
 def built(opt, device, number=0, **options):
     params = parameters([(4, 4), (5,)], device=device)
     groups = [
@@ -320,7 +316,8 @@ def test_a_number_is_taken_or_refused_before_anything_is_written(
     stepped(changed, params)
     new_gradients(params, seed=9)
     try:
-        given_value = of_kind(KINDS[kind], value)
+        make = KINDS[kind]
+        given_value = tuple(map(make, value)) if isinstance(value, tuple) else make(value)
     except (TypeError, ValueError, OverflowError):
         return  # the kind itself refuses the number
     try:

@@ -1,30 +1,21 @@
 """The trainings of `end_to_end.json` at tiny size: every optimizer, the clock, what diverges."""
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from .._harness import result_findings
-from .._project import ROOT
+from .._harness import BENCHMARKS, HEAD, Harness, result_findings
 
 TOO_MUCH = 1e38  # a rate
 
 
 @pytest.fixture(scope="module")
 def harness():
-    """The modules of benchmarks/harness, imported as run.py imports them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from harness import report
-    from harness.end_to_end import cases as end_to_end
-    from harness.end_to_end import pretraining, tokens
-
-    yield SimpleNamespace(
-        end_to_end=end_to_end, pretraining=pretraining, report=report, tokens=tokens
-    )
-    sys.path.remove(str(ROOT / "benchmarks"))
+    """As everywhere, but once for the trainings of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield Harness()
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +92,22 @@ def test_a_rate_that_diverges_is_recorded_and_the_sweep_goes_on(
     monkeypatch.setattr(
         training, "run", lambda name, lr, *rest: run(name, TOO_MUCH if lr == 8e-3 else lr, *rest)
     )
-    row = harness.end_to_end.training_row("muon", training)
+    row = harness.cases.training_row("muon", training)
     assert row.ok and row.lr == 4e-3 and not row.lr_at_edge
     entry = json.loads(json.dumps(harness.report.entry(row), allow_nan=False))
     assert ["loss" in run for run in entry["sweep"]] == [True] * 4 + [False]
     assert entry["sweep"][4].keys() == {"lr", "stopped"}
     assert [seed["seed"] for seed in entry["seeds"]] == [0, 1, 2]
-    head = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
-    head |= {"commit": "0" * 40, "sources": "0" * 64}
-    ceilings = {"bf16_tflops": 1, "fp16_tflops": 1, "copy_tbps": 1}
-    result = head | {"ceilings": ceilings, "rows": [entry]}
-    assert result_findings("e", result) == []
-    assert "loss" in harness.end_to_end.line(row)
+    assert result_findings("e", HEAD | {"rows": [entry]}) == []
+    assert "loss" in harness.cases.line(row)
 
 
 def test_a_model_that_learns_nothing_is_not_timed(harness, training, monkeypatch) -> None:
     monkeypatch.setattr(training, "untrained", 0.0)
-    assert not harness.end_to_end.training_row("adamw", training).ok
+    assert not harness.cases.training_row("adamw", training).ok
     run = training.run
     monkeypatch.setattr(training, "run", lambda name, lr, seed, other: run(name, TOO_MUCH, seed))
-    assert not harness.end_to_end.training_row("adamw", training).ok
+    assert not harness.cases.training_row("adamw", training).ok
 
 
 def test_too_little_text_is_refused(harness, opt, training) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._steps import both, marked, new_gradients, parameters
+from ._steps import CLASSES, both, marked, new_gradients, parameters
 from .test_numbers import NoHostReads
 
 NUMBER = r"\d[\d.e+-]*"
@@ -14,14 +14,17 @@ NUMBER = r"\d[\d.e+-]*"
 
 @pytest.mark.sees_defect("logs of single routes, no summary")
 def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, device) -> None:
-    """The method, the iterate dtype and the operations are those of `choose`."""
+    """The method, the iterate dtype and the operations are those of `choose`; batches are numbered
+    over all groups.
+    """
     names = ["experts.w", "qkv", "twin", "table", "bias"]
-    params = parameters([(3, 8, 20), (24, 8), (8, 8), (7, 3), (5,)], device=device)
+    params = parameters([(3, 8, 20), (24, 8), (8, 8), (7, 3), (5,), (8, 8)], device=device)
     options = {"expert_keys": ["experts"], "split_sizes": {"qkv": (16, 8)}, "ns_steps": 4}
     optimizer = opt.Muon(
         [
             {"params": params[:3], "names": names[:3], "use_muon": True, **options},
-            {"params": params[3:], "use_muon": False},
+            {"params": params[3:5], "use_muon": False},
+            {"params": params[5:], "use_muon": True, "ns_steps": 4},
         ]
     )
     work = {(8, 20): 3, (16, 8): 1, (8, 8): 1}
@@ -34,7 +37,7 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
         )
         dtype = str(choice.dtype).removeprefix("torch.")
         texts[shape] = f"{choice.method} in {dtype}, {count * cost[shape]:.3g} FLOP"
-    total = 3 * cost[8, 20] + cost[16, 8] + 2 * cost[8, 8]
+    total = 3 * cost[8, 20] + cost[16, 8] + 3 * cost[8, 8]
     lines = optimizer.report(verbose=True).splitlines()
     assert [line.split(" | ")[0] for line in lines[:-1]] == [
         f"group 0, parameter 'experts.w' (3, 8, 20): muon, 3 x (8, 20) in batch 0, {texts[8, 20]}",
@@ -43,14 +46,15 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
         f"group 0, parameter 'twin' (8, 8): muon, 1 x (8, 8) in batch 2, {texts[8, 8]}",
         "group 1, parameter 0 (7, 3): adamw",
         "group 1, parameter 1 (5,): adamw",
+        f"group 2, parameter 0 (8, 8): muon, 1 x (8, 8) in batch 3, {texts[8, 8]}",
     ]
     assert lines[-1].startswith(
-        f"3 parameters by muon in 3 batches, {total:.3g} FLOP per step with dense products; "
+        f"4 parameters by muon in 4 batches, {total:.3g} FLOP per step with dense products; "
         "2 by adamw; "
     )
 
 
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+@CLASSES
 def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
     """No .item(), no bool(tensor), also of a Tensor lr; a report changes nothing.
 
@@ -75,12 +79,6 @@ def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
     optimizer.param_groups[0]["method"] = "newton_schulz"
     optimizer.param_groups[0]["dtype"] = torch.float64
     assert "newton_schulz in float64" in optimizer.report(verbose=True)
-
-
-def test_batches_are_numbered_over_all_groups(opt, device) -> None:
-    groups = [{"params": parameters([(4, 4)], device=device), "use_muon": True} for _ in range(2)]
-    lines = opt.Muon(groups).report(verbose=True).splitlines()
-    assert ["in batch 0," in lines[0], "in batch 1," in lines[1]] == [True, True]
 
 
 def test_report_refuses_what_a_step_refuses(opt, device) -> None:
@@ -136,8 +134,8 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
     assert f"{state} bytes of state in host memory" in optimizer.report(verbose=True)
 
 
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_measured_times(opt, submodule, device, name) -> None:
+@CLASSES
+def test_measured_times(opt, device, name) -> None:
     """Shares of the batches' times, which add up; nothing waits for the device while measuring."""
     params = parameters([(64, 64), (64, 64), (32, 64), (300,), (100,)], device=device)
     groups = marked(params, 3)

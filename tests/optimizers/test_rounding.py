@@ -7,18 +7,22 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._steps import MATRICES, every_cut, new_gradients, of_every_shape, parameters, train, values
+from ._steps import (
+    CLASSES,
+    MATRICES,
+    every_cut,
+    new_gradients,
+    of_every_shape,
+    parameters,
+    train,
+    values,
+)
 
-CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 def build(opt, name, params, **options):
     return every_cut(opt, name, params, **{"beta2": None, **options})
-
-
-def make(device, dtype=torch.bfloat16):
-    return of_every_shape(dtype, device)
 
 
 def float32_twins(params):
@@ -47,13 +51,10 @@ def test_with_its_residual_a_parameter_is_a_float32_one(
     opt, submodule, device, name, dtype, beta2
 ) -> None:
     """Bit for bit in bfloat16; in float16 a residual counts 2^-40 where the parameter is tiny."""
-    params = make(device, dtype)
+    params = of_every_shape(dtype, device)
     twins = float32_twins(params)
-    options = {"beta2": beta2}
-    optimizer = build(opt, name, params, rounding="residual")
-    other = build(opt, name, twins)
-    for group in (optimizer.param_groups[0], other.param_groups[0]):
-        group.update(options)
+    optimizer = build(opt, name, params, rounding="residual", beta2=beta2)
+    other = build(opt, name, twins, beta2=beta2)
     train_together([optimizer, other], [params, twins], 5)
     join = submodule("reference.rounding").join
     for param, twin in zip(params, twins, strict=True):
@@ -71,7 +72,7 @@ def test_stochastic_bits_are_those_of_the_whole_parameter(
     opt, submodule, device, name, dtype
 ) -> None:
     """However a parameter is cut: Philox of (seed, step, number, row-major element)."""
-    params = make(device, dtype)
+    params = of_every_shape(dtype, device)
     twins = float32_twins(params)
     seed = (1 << 63) + 5
     optimizer = build(opt, name, params, rounding="stochastic", rounding_seed=seed)
@@ -169,7 +170,7 @@ def test_no_bit_depends_on_the_batches(opt, submodule, device, monkeypatch, name
     results = []
     for bound in (chunks.BATCH_BYTES, 2 * 6 * 4 * 4):
         monkeypatch.setattr(chunks, "BATCH_BYTES", bound)
-        params = make(device)
+        params = of_every_shape(device=device)
         train(build(opt, name, params, rounding=rounding), params, 3)
         results.append(values(params))
     assert_all_same_bits(*results)
@@ -178,7 +179,7 @@ def test_no_bit_depends_on_the_batches(opt, submodule, device, monkeypatch, name
 @CLASSES
 def test_a_step_that_a_parameter_misses_is_counted(opt, device, name) -> None:
     """So its noise is new when its gradient is back, whichever parameter keeps the counter."""
-    params = make(device)
+    params = of_every_shape(device=device)
     optimizer = build(opt, name, params, rounding="stochastic")
     for step in range(4):
         new_gradients(params, seed=step)
@@ -196,7 +197,7 @@ def test_a_step_that_a_parameter_misses_is_counted(opt, device, name) -> None:
 @pytest.mark.parametrize("rounding", ["stochastic", "residual"])
 def test_state_dicts_without_rounding_state_load(opt, device, name, rounding) -> None:
     """Of runs that rounded to nearest: what a new option needs begins with zeros."""
-    params = make(device)
+    params = of_every_shape(device=device)
     plain = build(opt, name, params)
     train(plain, params, 2)
     older = copy.deepcopy(plain.state_dict())
@@ -224,7 +225,7 @@ def test_loaded_state_of_another_kind_is_refused(opt, device) -> None:
 def test_wide_parameters_have_no_state_of_rounding(opt, device, name) -> None:
     for dtype in (torch.float32, torch.float64):
         for rounding in ("stochastic", "residual"):
-            params = make(device, dtype)
+            params = of_every_shape(dtype, device)
             plain = [nn.Parameter(param.detach().clone()) for param in params]
             optimizer = build(opt, name, params, rounding=rounding)
             train(optimizer, params, 2)
@@ -259,25 +260,12 @@ def test_dtypes_side_by_side_in_a_group(opt, device, rounding, kind) -> None:
         assert_same_bits(alone.grad, param.grad)
 
 
-def test_a_residual_that_was_switched_off_is_dropped(opt, device) -> None:
-    """It belongs to values that are gone: kept, it would be added to others later."""
-    params = make(device)
-    optimizer = build(opt, "Muon", params, rounding="residual")
-    train(optimizer, params, 2)
-    assert any(optimizer.state[param]["rounding_residual"].any() for param in params)
-    for rounding, present in (("nearest", False), ("residual", True)):
-        for group in optimizer.param_groups:
-            group["rounding"] = rounding
-        train(optimizer, params, 1)
-        assert all(("rounding_residual" in optimizer.state[p]) == present for p in params)
-
-
 @pytest.mark.parametrize("rounding", ["stochastic", "residual"])
 def test_a_rate_from_a_function_beside_a_raw_decay(opt, device, rounding) -> None:
     """The one update without a kernel rounds as the others do."""
     results = []
     for rule in (lambda lr, rows, columns: lr * 0.5, lambda lr, rows, columns: torch.tensor(0.01)):
-        params = make(device)
+        params = of_every_shape(device=device)
         named = list(zip(MATRICES, params, strict=False))
         options = {"expert_keys": ["experts"], "split_sizes": {"experts.w": (2, 4)}}
         optimizer = opt.Muon(named, lr=0.02, adjust_lr_fn=rule, rounding=rounding, **options)

@@ -10,21 +10,24 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
-from ._infos import LeastSquares, by_class, by_input, make
-from ._steps import parameters, train, values
+from ._infos import LeastSquares, by_input, make
+from ._steps import CLASSES, parameters, train, values
 from .test_state import through_memory
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
 
 
+@pytest.mark.sees_defect("a group of mixed shapes is a RuntimeError")
 @pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
 @pytest.mark.sees_defect("compiled and eager steps may differ")
 @by_input
 def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
-    """The same bits in one group, in a group per parameter, and in another run."""
+    """The same bits in one group, in a group per parameter, and in another run. Nanochat stacks a
+    group; ours buckets it, and zero-sized matrices have nothing to update.
+    """
 
     def run(separate: bool) -> list[nn.Parameter]:
-        params = parameters([(10, 5), (10, 5), (10, 7), (3,), (4,)], device=device)
+        params = parameters([(10, 5), (10, 7), (10, 5), (10, 0), (3,), (4,)], device=device)
         groups = [{"params": [param]} for param in params] if separate else params
         optimizer = make(opt, name, groups, **options)
         train(optimizer, params, 3)
@@ -35,7 +38,7 @@ def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
     assert_all_same_bits(batched, run(separate=False))
 
 
-@by_class()
+@CLASSES
 def test_mixed_devices_and_dtypes(opt, device, name) -> None:
     places = sorted({device.type, "cpu"})
     kinds = itertools.product(places, [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -51,7 +54,7 @@ def test_mixed_devices_and_dtypes(opt, device, name) -> None:
 
 
 @pytest.mark.parametrize("layout", ["transposed", "gaps", "unaligned", "expanded"])
-@by_class()
+@CLASSES
 def test_gradients_of_any_strides(opt, device, name, layout) -> None:
     """Also with stride 0, as from sum().backward(); they are read, not written."""
     params, twins = (parameters([(10, 5), (6, 6), (5,)], device=device) for _ in range(2))
@@ -87,7 +90,7 @@ def test_options_changed_later(opt, device, name, options) -> None:
     assert_all_same_bits(params, twins)
 
 
-@by_class()
+@CLASSES
 def test_a_default_changed_later_is_that_of_the_next_group(opt, device, name) -> None:
     params = parameters([(6, 4), (3, 4)], device=device)
     optimizer = make(opt, name, params[:1])
@@ -98,7 +101,7 @@ def test_a_default_changed_later_is_that_of_the_next_group(opt, device, name) ->
     assert params[1].grad is not None
 
 
-@by_class()
+@CLASSES
 def test_a_grad_scaler_scales_and_skips(opt, device, name) -> None:
     """A power of two changes no bit of the gradients; an inf makes it skip the step."""
     problem, plain = LeastSquares(device), LeastSquares(device)
@@ -158,7 +161,7 @@ def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     saved = optimizer.state_dict()
     assert_equal(saved, again.state_dict())
     kept = copy.deepcopy(saved)
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, **options)
     loaded.load_state_dict(saved)
     assert_equal(saved, kept)
@@ -168,7 +171,7 @@ def test_a_state_dict_is_deterministic(opt, device, name, options) -> None:
     assert len(kept["state"]) == 2
 
 
-@by_class()
+@CLASSES
 def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, name) -> None:
     options = {"momentum": 0.7, "beta2": 0.8, "betas": (0.7, 0.8)}
     problem, optimizer = stepped(opt, device, name, **options)
@@ -180,7 +183,7 @@ def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, nam
         older = copy.deepcopy(saved)
         for group in older["param_groups"]:
             group.pop(option, None)
-        twin = problem.copy()
+        twin = copy.deepcopy(problem)
         loaded = make(opt, name, twin.params, **options)
         loaded.load_state_dict(older)
         assert_equal(loaded.state_dict()["state"], saved["state"])
@@ -189,13 +192,13 @@ def test_older_state_dicts_keep_the_present_value_of_any_option(opt, device, nam
         loaded.step(twin.loss)
 
 
-@by_class()
+@CLASSES
 def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> None:
     """What was saved continues as it was; defaults stay those of the constructor."""
     saved = {"momentum": 0.6, "betas": (0.5, 0.6), "ns_steps": 3, "beta2": 0.9}
     saved |= {"momentum_dtype": torch.bfloat16}  # which decides what the state is, as beta2 does
     problem, optimizer = stepped(opt, device, name, lr=0.03, weight_decay=0.2, **saved)
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, lr=0.5, none_grad=False, adjust_lr_fn="none")
     defaults = copy.deepcopy(loaded.defaults)
     loaded.load_state_dict(optimizer.state_dict())
@@ -203,7 +206,7 @@ def test_loaded_options_replace_those_of_the_constructor(opt, device, name) -> N
     assert_continues(problem, optimizer, twin, loaded)
 
 
-@by_class()
+@CLASSES
 def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     """As optimizers wrote it before it was a tensor, nanochat's still; on any default device."""
     problem, optimizer = stepped(opt, device, name)
@@ -212,7 +215,7 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     assert [state["step"].item() for state in counts] == [3.0]
     for state in counts:
         state["step"] = 3
-    twin = problem.copy()
+    twin = copy.deepcopy(problem)
     loaded = make(opt, name, twin.params, rounding="residual")
     with torch.device("meta"):
         loaded.load_state_dict(saved)
@@ -222,7 +225,7 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
 
 
 @pytest.mark.parametrize("form", ["pairs", "names"])
-@by_class()
+@CLASSES
 def test_a_state_dict_with_names_and_one_without(opt, device, name, form) -> None:
     """One loads into the other, and the other way round. `names` of groups are not saved."""
     named, plain = LeastSquares(device), LeastSquares(device)
@@ -245,15 +248,14 @@ def test_a_state_dict_with_names_and_one_without(opt, device, name, form) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@by_class()
+@CLASSES
 def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
     """A CPU checkpoint of float32 parameters continues on the device, in the wider dtype."""
     _, optimizer = stepped(opt, torch.device("cpu"), name)
     loaded = make(opt, name, LeastSquares(device, dtype).params)
     loaded.load_state_dict(optimizer.state_dict())
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    pairs = zip(optimizer.state.values(), loaded.state.values(), strict=True)
-    for state, expected in [(theirs, mine) for mine, theirs in pairs]:
+    for expected, state in zip(optimizer.state.values(), loaded.state.values(), strict=True):
         assert state.keys() == expected.keys()
         for key, tensor in state.items():
             assert tensor.device.type == device.type
@@ -264,7 +266,7 @@ def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
     assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
-@by_class()
+@CLASSES
 def test_hooks_of_state_dict(opt, device, name) -> None:
     """The first hook sees the optimizer as it is; the last may replace what is returned."""
     _, optimizer = stepped(opt, device, name)
@@ -289,12 +291,12 @@ def test_hooks_of_state_dict(opt, device, name) -> None:
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
 
 
-@by_class()
+@CLASSES
 def test_hooks_of_load_state_dict(opt, device, name) -> None:
     """What a hook returns is what is loaded, checks included; post hooks see it loaded."""
     problem, optimizer = stepped(opt, device, name)
     saved = optimizer.state_dict()
-    loaded = make(opt, name, problem.copy().params)
+    loaded = make(opt, name, copy.deepcopy(problem).params)
     calls = []
 
     def faster(o, state_dict):
@@ -331,7 +333,7 @@ def test_copies_and_pickles(opt, device, name, options) -> None:
         assert_equal(other.state_dict(), optimizer.state_dict())
         assert str(other) == str(optimizer)
         assert other.parameter_names(0) == optimizer.parameter_names(0)
-        twin = problem.copy()
+        twin = copy.deepcopy(problem)
         twin.weight, twin.bias = (group["params"][0] for group in other.param_groups)
         before = values(problem.params)
         other.step(twin.loss)
