@@ -126,12 +126,18 @@ def test_bfloat16_gram_is_the_direct_iteration(opt, device) -> None:
     assert torch.equal(direct, gram)
 
 
-@pytest.mark.parametrize("method", ["polar_express", "newton_schulz"])
-def test_the_references_of_both_forms_agree(opt, reference, method) -> None:
-    x = torch.randn(3, 2, 17, 33, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
+@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
+def test_float64_iterates_are_exact(opt, reference, device, method, shape) -> None:
+    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     rows, prefactor = schedule(opt, method)
-    gram = reference.gram_newton_schulz(x, rows, prefactor, (2,))
-    assert_error_at_most(gram, reference.newton_schulz(x, rows, prefactor), 1e-11)
+    exact = reference.newton_schulz(x, rows, prefactor)
+    result = opt.orthogonalize(x.to(device), method)
+    assert result.dtype == DOUBLE
+    assert_error_at_most(result.cpu(), exact, 1e-11)
+    wide = x if shape[-2] <= shape[-1] else x.mT
+    gram = reference.gram_newton_schulz(wide, rows, prefactor, (2,))
+    assert_error_at_most(gram if wide is x else gram.mT, exact, 1e-11)
 
 
 SPECTRA = [
@@ -240,6 +246,17 @@ def test_operands_come_earlier(table) -> None:
     for squares in table.POLYNOMIALS:
         assert all(0 <= square.operand <= j for j, square in enumerate(squares))
     assert sum(map(len, table.POLYNOMIALS)) == table.SQUARES == 10
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33), (1, 1), (1, 5)])
+@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE, HALF], ids=str)
+def test_same_polynomials_as_the_reference(opt, reference, device, table, shape, dtype) -> None:
+    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    wide = x if shape[-2] <= shape[-1] else x.mT
+    exact = reference.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
+    result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
+    budget = {DOUBLE: 1e-10, SINGLE: 1e-4, HALF: 0.06}[dtype]
+    assert_error_at_most(result, exact if wide is x else exact.mT, budget)
 
 
 @pytest.mark.parametrize("spectrum", ["log2", "power_half", "power_one"])

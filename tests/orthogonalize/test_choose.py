@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, relative_error
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from ..conftest import module_fixture
 from ._matrices import matrix
 
@@ -402,6 +402,15 @@ def test_a_cubic_schedule_saves_the_square(opt, device, by_halves) -> None:
     actual = opt.newton_schulz(x, 5, "cubic5", dtype=HALF)
     assert calls == [(32, 96)] * 5
     assert_error_at_most(actual, dense.double(), 0.01)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_same_bits_in_any_batch_by_halves(opt, device, by_halves, dtype) -> None:
+    x = torch.stack([matrix("gaussian", 40, 72, seed) for seed in range(5)]).float().to(device)
+    by_halves()
+    batch = opt.orthogonalize(x, dtype=dtype)
+    for i in range(len(x)):
+        assert_same_bits(opt.orthogonalize(x[i], dtype=dtype), batch[i])
 
 
 def test_cpu_products_stay_dense(products) -> None:

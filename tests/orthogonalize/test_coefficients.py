@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from .._checkout import ROOT, run_command
+from ..conftest import ROOT
 
 SAFETY_2 = {"steps": 5, "lower": 1e-3, "safety": 2e-2, "cushion": 0.02}
 PAPER_CUSHION = 0.02407327424182761
@@ -259,7 +259,7 @@ def test_unstable_count_raises(restarts, opt) -> None:
 
 def derive(*arguments: str, tool: str = "derive_coefficients") -> subprocess.CompletedProcess:
     tool = ROOT / "tools" / f"{tool}.py"
-    return run_command(sys.executable, tool, *arguments)
+    return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True)
 
 
 def test_python_rows_are_those_of_the_package(opt) -> None:

@@ -1,6 +1,7 @@
 """Any batch, any strides, degenerate matrices, wrong arguments; the input is never touched."""
 
 import os
+import subprocess
 import sys
 import weakref
 
@@ -10,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._checkout import ROOT, run_command
+from .._checkout import ROOT
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
 from ._matrices import exact, schedule
 
 METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Against float64 on well-conditioned input: 8 to 50 roundings of one unit each.
-TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
+# Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
 
 
 ALL_METHODS = (*METHODS, "gram_polynomial")
@@ -34,18 +35,6 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-SMALL_SHAPES = [
-    (6, 6),
-    (6, 14),
-    (14, 6),
-    (3, 8, 20),
-    (2, 3, 9, 4),
-    (2, 1, 2, 5, 5),
-    (3, 2, 17, 33),
-]
-SMALL_SHAPES += [(40, 40), (100, 24), (1, 1), (1, 7), (7, 1), (3, 1, 5)]
-
-
 @pytest.fixture
 def default_dtype(submodule, device):
     """Iterate dtype of an input dtype on the device under test."""
@@ -53,8 +42,10 @@ def default_dtype(submodule, device):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", ["auto", *ALL_METHODS])
-@pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize(
+    "shape", [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)], ids=str
+)
 def test_shapes_and_dtypes(opt, submodule, device, default_dtype, method, shape) -> None:
     for dtype in DTYPES:
         x = gaussian(*shape, dtype=dtype).to(device)
@@ -100,6 +91,18 @@ def test_empty_tensors(opt, device, shape) -> None:
         assert result.shape == shape
         out = torch.empty(shape, device=device)
         assert opt.orthogonalize(x, method, out=out) is out
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 7), (7, 1), (4, 1, 1), (3, 1, 5), (3, 5, 1)], ids=str
+)
+def test_vectors_become_unit_vectors(opt, device, shape) -> None:
+    """With one singular value the polar factor is x / ||x||, scaled by the schedule at 1 / 1.02."""
+    x = gaussian(*shape, dtype=torch.float64).to(device)
+    unit = x / torch.linalg.matrix_norm(x, keepdim=True)
+    for method in ("polar_express", "gram_newton_schulz"):
+        result = opt.orthogonalize(x, method, steps=10)
+        assert_error_at_most(result, unit, 1e-12)
 
 
 @pytest.mark.sees_defect("eps is fixed against the scale of the gradient")
@@ -293,7 +296,7 @@ BAD_CALLS = [
     (torch.ones(3, 3, dtype=torch.complex64), {}, TypeError, "complex64"),
     (torch.ones(3, 3).to(torch.float8_e4m3fn), {}, TypeError, "float8"),
     (torch.eye(3).to_sparse(), {}, TypeError, "to_dense"),
-    (torch.tensor(1.0), {}, ValueError, "2 dimensions.*update it with AdamW"),
+    (torch.tensor(1.0), {}, ValueError, "2 dimensions"),
     (torch.ones(3), {}, ValueError, r"\(3,\)"),
     (GOOD, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (GOOD, {"steps": 101}, ValueError, "steps must be at most 100, got 101; 5 to 10 are usual"),
@@ -486,9 +489,13 @@ def test_bits_do_not_depend_on_the_batch_or_the_run(opt, device, shape) -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_first_result_is_there_within_a_second(repo_id, device) -> None:
-    environment = os.environ | {"LOCAL_KERNELS": f"{repo_id}={ROOT}"}
-    command = (sys.executable, "-c", FIRST_CALL, repo_id, str(device))
-    done = run_command(*command, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL, repo_id, str(device)],
+        env=os.environ | {"LOCAL_KERNELS": f"{repo_id}={ROOT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds, finite = done.stdout.split()
     assert finite == "True"
     assert float(seconds) < 1
