@@ -98,9 +98,9 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
 constexpr int64_t kFewRows = 32;
 
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
-void launch(const Problem& p, int device, cudaStream_t stream) {
+void launch(const Problem& p, int device, const Launcher& launcher) {
   using Map = SharedMap<kFormat, kFew>;
-  const Arguments args = arguments_of(p, Map::kColumns);
+  Arguments args = arguments_of(p, Map::kColumns);
   const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kFew>;
   constexpr int kShared = Map::kBytes;
   static std::array<std::atomic<int>, 64> known{};
@@ -108,33 +108,24 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   // Most tiles that the rows can make; how many there are is known on the device alone.
   const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(most, processors * Map::kBlocks)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kShared;
-  config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = p.early ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+  const auto blocks = static_cast<unsigned>(std::min(most, processors * Map::kBlocks));
+  launcher({reinterpret_cast<const void*>(kernel), blocks, kThreads, kShared, &args, sizeof(args)});
 }
 
 template <Format kFormat, bool kFew>
-void launch(const Problem& p, int device, cudaStream_t stream) {
-  return p.along ? launch<true, kFormat, false, kFew>(p, device, stream)
-                 : launch<false, kFormat, false, kFew>(p, device, stream);
+void launch(const Problem& p, int device, const Launcher& launcher) {
+  return p.along ? launch<true, kFormat, false, kFew>(p, device, launcher)
+                 : launch<false, kFormat, false, kFew>(p, device, launcher);
 }
 
 template <Format kFormat>
-void run_format(const Problem& p, int device, cudaStream_t stream) {
+void run_format(const Problem& p, int device, const Launcher& launcher) {
   if constexpr (kFormat == Format::kFp8) {
-    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, stream);
+    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, launcher);
   } else if (p.rows <= kFewRows * p.experts) {
-    return launch<kFormat, true>(p, device, stream);
+    return launch<kFormat, true>(p, device, launcher);
   }
-  return launch<kFormat, false>(p, device, stream);
+  return launch<kFormat, false>(p, device, launcher);
 }
 
 }  // namespace optimizer::nf4_product
