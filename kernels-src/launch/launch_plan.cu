@@ -1,6 +1,7 @@
-// launch_plan: what a call costs the host is one lookup, and for every launch the copy of its
-// arguments and the driver's part. Tensors are bare handles here, asked once for what is read of
-// them: torch::stable::Tensor takes a block of memory of its own for each.
+// launch_plan: what a call costs the host is one lookup, for every launch the arguments that a
+// graph's node does not have yet, and the launch of the graph (launch_graph.h). Tensors are bare
+// handles here, asked once for what is read of them: torch::stable::Tensor takes a block of memory
+// of its own for each.
 
 #include <algorithm>
 #include <cstddef>
