@@ -70,27 +70,28 @@ class ByteTransposer {
   uint32_t send_bytes_, keep_first_byte_, keep_second_byte_;
 };
 
-// The bytes of a stage that a thread needs. `load` asks shared memory for them; along, `arrange`
-// exchanges them between lanes, behind the loads of scales.
-template <bool kAlong, int kElements>  // per byte
+// The bytes of a part of a stage that a thread needs. `load` asks shared memory for them; along,
+// `arrange` exchanges them between lanes, behind the loads of scales.
+template <bool kAlong, int kElements, int kHalves>  // elements per byte; halves in a line
 class StageBytes;
 
-// A line of a stage is a stored row with 32 bytes of the sum, swizzled by 32 bytes. ldmatrix gives
-// a lane of four the four bytes of 8 elements; wgmma wants one byte of every 8, hence the
-// transposer.
-template <>
-class StageBytes<true, 2> {
+// A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
+// bytes. ldmatrix gives a lane of four the four bytes of 8 elements; wgmma wants one byte of every
+// 8, hence the transposer.
+template <int kHalves>
+class StageBytes<true, 2, kHalves> {
  public:
   using Fetched = uint32_t[4];  // of two neighbouring columns: half of the sum, then the column
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) + lane / 8 % 2;
-    from_ = line * (kDepth / 2) + (lane / 16 ^ line / 4 % 2) * 16;
+    const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;
+    from_ = line * (kHalves * kDepth / 2) + (lane / 16 ^ swizzle) * 16;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
-    load_fragments<false>(to, stage + from_);
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int half) const {
+    load_fragments<false>(to, stage + (from_ ^ half * 32));
   }
   __device__ __forceinline__ void arrange(Fetched& to) const {
     transpose_(to[0], to[1]);
@@ -118,7 +119,7 @@ __device__ __forceinline__ void load_rows(uint32_t (&to)[8], uint32_t from) {
 // bytes. ldmatrix transposes two bytes at a time: a lane gets two bytes of two stored rows, of
 // which its warp takes one and the neighbouring warp the other.
 template <>
-class StageBytes<false, 2> {
+class StageBytes<false, 2, 1> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
@@ -129,7 +130,7 @@ class StageBytes<false, 2> {
     shift_ = warp % 2 * 8;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns / 2>(to, stage + from_);
   }
   // This warp's byte in the low byte of both halves, the others undefined
@@ -143,7 +144,7 @@ class StageBytes<false, 2> {
 // A line of a stage is a stored row with 64 bytes of the sum, swizzled by 64 bytes. ldmatrix gives
 // lane i of four the bytes 4 i to 4 i + 3 of 16, wgmma wants the pairs i and i + 4 of 8 of these.
 template <>
-class StageBytes<true, 1> {
+class StageBytes<true, 1, 1> {
  public:
   using Fetched = uint32_t[8];  // of two neighbouring columns: 16 of the sum, then the column
 
@@ -163,7 +164,7 @@ class StageBytes<true, 1> {
     keep_y_ = place % 3 == 0 ? 0x3276 : 0x7632;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 32 of the sum: chunks 0 and 1, or 2 and 3
       uint32_t bytes[4];
@@ -194,7 +195,7 @@ class StageBytes<true, 1> {
 // A line of a stage is a stored row, one of the sum, with 128 bytes of columns, swizzled by 128
 // bytes. ldmatrix transposes two bytes at a time: a lane gets its two columns of two stored rows.
 template <>
-class StageBytes<false, 1> {
+class StageBytes<false, 1, 1> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
@@ -204,7 +205,7 @@ class StageBytes<false, 1> {
     from_ = lane * kBoxColumns + (chunk ^ lane % 8) * 16;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns>(to, stage + from_);
   }
   // A column per half
@@ -398,11 +399,11 @@ class Values<Format::kFp8> {
   }
 };
 
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, int kHalves>
 class Decoder {
  private:
   static constexpr int kElements = kPerByte<kFormat>;
-  using Bytes = StageBytes<kAlong, kElements>;
+  using Bytes = StageBytes<kAlong, kElements, kHalves>;
   using Scales =
       std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, FloatScales<kAlong>>;
 
@@ -415,11 +416,11 @@ class Decoder {
   __device__ __forceinline__ Decoder(const Arguments& p, int consumer)
       : values_(p), bytes_(consumer), scales_(p, consumer) {}
 
-  // kOdd: whether the number of the stage in its tile is odd.
+  // kOdd: whether the number of the part in its tile is odd.
   template <bool kOdd, typename Map>
-  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot, int box) const {
-    bytes_.load(to.bytes, at.packed(slot, box));
-    scales_.template fetch<kOdd>(to.scales, at.scales(slot, box));
+  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot, int part) const {
+    bytes_.load(to.bytes, at.packed(slot, kHalves == 1 ? part : 0), kHalves == 1 ? 0 : part);
+    scales_.template fetch<kOdd>(to.scales, at.scales(slot, part));
     if constexpr (kAlong) bytes_.arrange(to.bytes);
   }
 

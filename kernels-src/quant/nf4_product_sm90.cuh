@@ -183,13 +183,13 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, in
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
 class Consumer {
  public:
-  using Map = SharedMap<kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kFew>;
 
   __device__ __forceinline__ Consumer(const Arguments& p, const Map& at, int consumer)
       : p_(p),
         at_(at),
         consumer_(consumer),
-        stages_((p.depth + kDepth - 1) / kDepth),
+        stages_((p.depth + Map::kStageDepth - 1) / Map::kStageDepth),
         rank_stages_((p.rank + kDepth - 1) / kDepth),
         rows_start_(sm90::matrix_descriptor(at.rows(0))),
         decode_(p, consumer) {}
@@ -218,7 +218,7 @@ class Consumer {
   }
 
  private:
-  using Source = Decoder<kAlong, kFormat>;
+  using Source = Decoder<kAlong, kFormat, Map::kHalves>;
   using Fetched = typename Source::Fetched;
   using Operand = uint32_t[kSteps][4];
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
@@ -311,19 +311,19 @@ class Consumer {
   template <int kN>
   __device__ __forceinline__ bool multiply(Sums<kN>& sum, bool early,
                                            Ring<Map::kStages>& rank_ring) {
-    constexpr bool kWide = kBoxes == 2;
-    const int parts = kBoxes * stages_;
+    constexpr bool kPairs = Map::kParts == 2;
+    const int parts = Map::kParts * stages_;
     for (int part = 1;; part += 2) {
-      if (!kWide && part == parts) {
+      if (!kPairs && part == parts) {
         add_last_part<kN>(sum[0], even_, odd_, part > 1, early, rank_ring);
         return early;
       }
       add_part<kN, true>(sum[0], even_, odd_, part > 1);
       if (part + 1 == parts) {
-        add_last_part<kN>(sum[kBoxes - 1], odd_, even_, !kWide, early, rank_ring);
+        add_last_part<kN>(sum[kBoxes - 1], odd_, even_, !kPairs, early, rank_ring);
         return false;
       }
-      add_part<kN, false>(sum[kBoxes - 1], odd_, even_, !kWide);
+      add_part<kN, false>(sum[kBoxes - 1], odd_, even_, !kPairs);
     }
   }
 
@@ -333,7 +333,7 @@ class Consumer {
   template <int kN, bool kOdd>
   __device__ __forceinline__ void add_part(float (&sum)[kN / 2], const Operand& a, Operand& next,
                                            bool holds) {
-    const uint64_t b = rows_start_ + slot_ * (Map::kRowBytes / 16);
+    const uint64_t b = rows_of(!kOdd);
     add_steps<kN, 0, 2>(sum, a, b);
     free_part_before(holds);
     Fetched fetched;
@@ -349,12 +349,18 @@ class Consumer {
   __device__ __forceinline__ void add_last_part(float (&sum)[kN / 2], const Operand& a,
                                                 Operand& next, bool holds, bool early,
                                                 Ring<Map::kStages>& rank_ring) {
-    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (Map::kRowBytes / 16));
+    add_steps<kN, 0, 4>(sum, a, rows_of(Map::kHalves == 2));
     free_part_before(holds);
     rank_ring = ring_;
     if (!early) return;
     ring_.skip(rank_stages_);
     fetch_all(next);
+  }
+
+  // The rows of x of the part that was decoded last; `second` of two halves.
+  __device__ __forceinline__ uint64_t rows_of(bool second) const {
+    const bool lower = Map::kHalves == 2 && second;
+    return rows_start_ + slot_ * (Map::kRowBytes / 16) + (lower ? Map::kHalfBytes / 16 : 0);
   }
 
   template <int kN, int kFirst, int kEnd>
@@ -377,10 +383,10 @@ class Consumer {
   }
 
   // What the left operand of the next part is decoded from, of the stage that the ring has come to
-  // or, second of a wide tile, of the last one; kOdd: whether the part's number in its tile is odd.
+  // or, the second of a pair, of the last one; kOdd: whether the part's number in its tile is odd.
   template <bool kOdd>
   __device__ __forceinline__ void fetch(Fetched& fetched) {
-    constexpr bool kSecond = kBoxes == 2 && kOdd;
+    constexpr bool kSecond = Map::kParts == 2 && kOdd;
     if constexpr (!kSecond) {
       sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
       see_copies();
@@ -605,11 +611,11 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
 }
 
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
-__global__ void __launch_bounds__(kThreads, (TileShape<kFormat, kFew>::kBlocks))
+__global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kFew>::kBlocks))
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  using Map = SharedMap<kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kFew>;
   const Map at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
