@@ -33,6 +33,11 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
 __device__ __forceinline__ uint2 load_words(uint32_t address) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -77,7 +82,8 @@ class StageBytes;
 
 // A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
 // bytes. ldmatrix gives a lane of four the four bytes of 8 elements; wgmma wants one byte of every
-// 8, hence the transposer.
+// 8, hence the transposer. Of the 8 lines of a matrix four are even and four odd, which lie in
+// other banks; lanes of the upper four exchange their two columns afterwards.
 template <int kHalves>
 class StageBytes<true, 2, kHalves> {
  public:
@@ -85,7 +91,9 @@ class StageBytes<true, 2, kHalves> {
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) + lane / 8 % 2;
+    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) +
+                     (lane / 8 + lane % 8 / 4) % 2;
+    exchanges_ = lane >= 16;
     const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;
     from_ = line * (kHalves * kDepth / 2) + (lane / 16 ^ swizzle) * 16;
   }
@@ -96,10 +104,17 @@ class StageBytes<true, 2, kHalves> {
   __device__ __forceinline__ void arrange(Fetched& to) const {
     transpose_(to[0], to[1]);
     transpose_(to[2], to[3]);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t first = to[i];
+      to[i] = exchanges_ ? to[i + 1] : first;
+      to[i + 1] = exchanges_ ? first : to[i + 1];
+    }
   }
 
  private:
   uint32_t from_;
+  bool exchanges_;
   const ByteTransposer transpose_;
 };
 
@@ -258,6 +273,31 @@ class FloatScales {
   uint32_t from_;
 };
 
+// The same of a group: one per column and part, 16 bytes from a column to the next.
+class GroupScales {
+ public:
+  struct Fetched {
+    float of[2];
+  };
+
+  __device__ __forceinline__ GroupScales(const Arguments&, int consumer)
+      : from_(kGroupParts * first_scale<true, 2>(consumer)) {}
+
+  template <bool kOdd>
+  __device__ __forceinline__ void fetch(Fetched& to, uint32_t part) const {
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      to.of[column] = __uint_as_float(load_word(part + from_ + 4 * kGroupParts * column));
+    }
+  }
+  static __device__ __forceinline__ float of_column(const Fetched& from, int /*half*/, int column) {
+    return from.of[column];
+  }
+
+ private:
+  uint32_t from_;
+};
+
 // 2^(byte - 127) of the low bytes of both halves, whose other bytes are zero: subnormal of 0, NaN
 // of 255. Both have the highest bit of the mantissa beside the bits of the byte.
 __device__ __forceinline__ uint32_t powers_of_two(uint32_t bytes) {
@@ -404,8 +444,8 @@ class Decoder {
  private:
   static constexpr int kElements = kPerByte<kFormat>;
   using Bytes = StageBytes<kAlong, kElements, kHalves>;
-  using Scales =
-      std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, FloatScales<kAlong>>;
+  using Floats = std::conditional_t<kGrouped<kAlong, kFormat>, GroupScales, FloatScales<kAlong>>;
+  using Scales = std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, Floats>;
 
  public:
   struct Fetched {
@@ -416,11 +456,12 @@ class Decoder {
   __device__ __forceinline__ Decoder(const Arguments& p, int consumer)
       : values_(p), bytes_(consumer), scales_(p, consumer) {}
 
-  // kOdd: whether the number of the part in its tile is odd.
-  template <bool kOdd, typename Map>
-  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot, int part) const {
-    bytes_.load(to.bytes, at.packed(slot, kHalves == 1 ? part : 0), kHalves == 1 ? 0 : part);
-    scales_.template fetch<kOdd>(to.scales, at.scales(slot, part));
+  // From the addresses of a box and of a part's scales. kOdd: whether the part's number in its tile
+  // is odd, which half of its lines it has then.
+  template <bool kOdd>
+  __device__ __forceinline__ void fetch(Fetched& to, uint32_t packed, uint32_t scales) const {
+    bytes_.load(to.bytes, packed, kHalves == 2 && kOdd);
+    scales_.template fetch<kOdd>(to.scales, scales);
     if constexpr (kAlong) bytes_.arrange(to.bytes);
   }
 

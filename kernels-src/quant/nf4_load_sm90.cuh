@@ -71,7 +71,9 @@ class Loader {
         at_(at),
         thread_(static_cast<int>(threadIdx.x)),
         line_(thread_ / 8),
-        chunk_(thread_ % 8) {}
+        chunk_(thread_ % 8),
+        whole_groups_(p.shift == 6 && p.row_blocks % kGroupParts == 0 &&
+                      reinterpret_cast<uintptr_t>(p.absmax) % 16 == 0) {}
 
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
@@ -142,15 +144,19 @@ class Loader {
         *at_.place(ring_.slot) = {here.expert, here.column, here.row, here.rows};
       }
       fetch_packed(here, k, full);
+      if constexpr (kGrouped<kAlong, kFormat>) {
+        if (k % (kGroupParts * kDepth) == 0) copy_group(scales, k, row < p_.stored_rows);
+      } else {
 #pragma unroll
-      for (int part = 0; part < Map::kParts; ++part) {
-        const int further = part % Map::kBoxes * p_.box_columns,
-                  deep = k + part / Map::kBoxes * kDepth;
-        const bool inside = kAlong ? row + further < p_.stored_rows && deep < p_.depth
-                                   : row + deep < p_.stored_rows && column + further < p_.columns;
-        const auto& source = part % Map::kBoxes == 0 ? scales : last_scales;
-        copy_word_async(at_.scales(ring_.slot, part) + 4 * thread_,
-                        inside ? source.at(deep) : p_.absmax, inside);
+        for (int part = 0; part < Map::kParts; ++part) {
+          const int further = part % Map::kBoxes * p_.box_columns,
+                    deep = k + part / Map::kBoxes * kDepth;
+          const bool inside = kAlong ? row + further < p_.stored_rows && deep < p_.depth
+                                     : row + deep < p_.stored_rows && column + further < p_.columns;
+          const auto& source = part % Map::kBoxes == 0 ? scales : last_scales;
+          copy_word_async(at_.scales(ring_.slot, part) + 4 * thread_,
+                          inside ? source.at(deep) : p_.absmax, inside);
+        }
       }
 #pragma unroll
       for (int half = 0; half < Map::kHalves; ++half) {
@@ -176,6 +182,23 @@ class Loader {
       if (thread_ == 0) sm90::barrier_arrive(full);
       gather<false>(0, p_.low + 2 * k, units, here.rows, 2 * (p_.rank - k));
       finish(full);
+    }
+  }
+
+  // The scales of this thread's column for 4 parts from k on.
+  __device__ __forceinline__ void copy_group(const ScaleSource<kAlong, kFormat>& source, int k,
+                                             bool inside) {
+    const uint32_t to = at_.scales(group_, 0) + 16 * thread_;
+    group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+    const int parts = inside ? min(kGroupParts, (p_.depth - k + kDepth - 1) / kDepth) : 0;
+    if (whole_groups_) {
+      copy_async(to, parts > 0 ? source.at(k) : static_cast<const char*>(p_.absmax), 4 * parts);
+      return;
+    }
+#pragma unroll
+    for (int part = 0; part < kGroupParts; ++part) {
+      const bool reads = part < parts;
+      copy_word_async(to + 4 * part, reads ? source.at(k + part * kDepth) : p_.absmax, reads);
     }
   }
 
@@ -231,7 +254,9 @@ class Loader {
   const int thread_;
   const int line_;
   const int chunk_;
+  const bool whole_groups_;  // scales of a group are 16 bytes that begin on 16
   Ring<Map::kStages> ring_;
+  int group_ = 0;  // where the next group of scales goes
 };
 
 }  // namespace optimizer::nf4_product

@@ -385,7 +385,7 @@ class Consumer {
   // What the left operand of the next part is decoded from, of the stage that the ring has come to
   // or, the second of a pair, of the last one; kOdd: whether the part's number in its tile is odd.
   template <bool kOdd>
-  __device__ __forceinline__ void fetch(Fetched& fetched) {
+  __device__ __forceinline__ void fetch(Fetched& fetched, bool begins = false) {
     constexpr bool kSecond = Map::kParts == 2 && kOdd;
     if constexpr (!kSecond) {
       sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
@@ -393,13 +393,29 @@ class Consumer {
       slot_ = ring_.slot;
       ring_.advance();
     }
-    decode_.template fetch<kOdd>(fetched, at_, slot_, kSecond);
+    const uint32_t packed = at_.packed(slot_, kBoxes == 2 && kSecond);
+    if constexpr (kGrouped<kAlong, kFormat>) {
+      decode_.template fetch<kOdd>(fetched, packed, next_of_group(begins));
+    } else {
+      decode_.template fetch<kOdd>(fetched, packed, at_.scales(slot_, kSecond));
+    }
+  }
+
+  // Where the next part's scales lie in its group; a tile begins with a group of its own.
+  __device__ __forceinline__ uint32_t next_of_group(bool begins) {
+    if (begins || scales_ % (4 * kGroupParts) == 0) {
+      scales_ = at_.scales(group_, 0);
+      group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+    }
+    const uint32_t found = scales_;
+    scales_ += 4;
+    return found;
   }
 
   // Of a tile's first part.
   __device__ __forceinline__ void fetch_all(Operand& a) {
     Fetched fetched;
-    fetch<false>(fetched);
+    fetch<false>(fetched, true);
     decode_.template decode<0>(a[0], fetched);
     decode_.template decode<1>(a[1], fetched);
     decode_.template decode<2>(a[2], fetched);
@@ -538,6 +554,8 @@ class Consumer {
   Ring<Map::kStages> ring_;  // the next stage to be decoded
   uint32_t slot_ = 0;        // of the stage that was decoded last
   uint32_t before_ = 0;      // of the stage that was multiplied last
+  uint32_t scales_ = 0;      // where the next part's lie, if its group goes on
+  int group_ = 0;            // the next one's place
   Operand even_, odd_;       // decoded parts, in turns; a tile begins with even_
 };
 

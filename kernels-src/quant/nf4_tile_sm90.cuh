@@ -72,6 +72,11 @@ constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
 // Words of scales of a box. Along: one per column; across: kDepth per consumer.
 constexpr int kScaleBytes = 4 * kBoxColumns;
 static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+// Float scales along come for 4 parts of the sum at once: a copy of 16 bytes occupies shared memory
+// no longer than one of 4, as the lines of a warp's columns lie apart.
+constexpr int kGroupParts = 4;
+template <bool kAlong, Format kFormat>
+constexpr bool kGrouped = kAlong && kFormat == Format::kFourBit;
 
 // The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
 // read it.
@@ -88,7 +93,10 @@ struct SharedMap : TileShape<kAlong, kFormat, kFew> {
   static constexpr uint32_t kTableBytes = 4 * Shape::kTokens;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
   static constexpr uint32_t kScales = kPacked + kStages * kParts * kBoxBytes<kFormat>;
-  static constexpr uint32_t kTables = kScales + kStages * kParts * kScaleBytes;
+  // Each group has at least one stage, so none is read any more when the stage is filled that
+  // begins the group kStages further on.
+  static constexpr int kScaleSets = kGrouped<kAlong, kFormat> ? kGroupParts : kParts;  // per stage
+  static constexpr uint32_t kTables = kScales + kStages * kScaleSets * kScaleBytes;
   // Sources of two tiles; targets and gates of each consumer.
   static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
@@ -109,8 +117,9 @@ struct SharedMap : TileShape<kAlong, kFormat, kFew> {
   __device__ __forceinline__ uint32_t packed(uint32_t slot, int box) const {
     return base + kPacked + (slot * kParts + box) * kBoxBytes<kFormat>;
   }
+  // Of a part of a stage; of a group, 16 bytes per column, part 0.
   __device__ __forceinline__ uint32_t scales(uint32_t slot, int part) const {
-    return base + kScales + (slot * kParts + part) * kScaleBytes;
+    return base + kScales + (slot * kScaleSets + part) * kScaleBytes;
   }
   __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
   __device__ __forceinline__ int* targets(int consumer) const {
