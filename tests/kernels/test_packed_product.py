@@ -72,11 +72,10 @@ def test_what_it_cannot_take_is_said_in_words(module, reason):
 
 
 def test_refused_operands_raise_before_the_op(module):
-    packed, absmax, _, _, stored, *_ = stack(blocksize=32)
     place = {"along": True, "fan": 0, "grouped_out": True}
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)))
     with pytest.raises(ValueError, match="cannot take this product: the blocksize must be 64"):
-        module.packed_product(rows(), packed, absmax, torch.ones(16), stored, 32, *order, **place)
+        module.packed_product(rows(), stack(blocksize=32), *order, **place)
 
 
 def test_python_repeats_the_limits_of_the_source(module):
