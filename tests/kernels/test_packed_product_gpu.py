@@ -432,7 +432,6 @@ def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, sca
         torch.arange(3, device=device), torch.tensor([100, 60, 4], device=device)
     )
     order = order.expert_sort(ids[:, None], 2, tile_rows=64)
-    slots, offsets, tiles = order.slots, order.offsets, order.tiles
     packed, absmax, codebook = (arguments[name] for name in ("packed", "absmax", "codebook"))
     inner = None
     if nested:
@@ -445,17 +444,16 @@ def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, sca
         torch.cat((rows, rows[:4])) for rows in (arguments["x"].contiguous(), arguments["low"])
     )
     operands = (x, stack, True, low[:, :rank].contiguous(), arguments["factor"][:, :rank])
-    options = {"tile_rows": 64, "fan": 1, "scatter": scatter}
+    options = {"fan": 1, "scatter": scatter}
     by_triton = submodule("kernels.quant.packed_product_triton").packed_product
     out, expected = torch.full((2, 164, 136), torch.nan, device=device).bfloat16()
-    order = (slots, offsets, tiles)
-    assert module.prefer_compiled(*operands, *order, out, **options) is None
-    by_triton(*operands, *order, expected, **options)
+    assert module.prefer_compiled(*operands, order, out, **options) is None
+    by_triton(*operands, order, expected, **options)
     assert torch.equal(out, expected)  # integers
     other = torch.randn(164, 136, device=device).bfloat16()
     options |= {"gates": torch.rand(164, 1, device=device), "other": other, "other_fan": 1}
-    dots = module.prefer_compiled(*operands, *order, out, **options)
-    right = by_triton(*operands, *order, expected, **options)
+    dots = module.prefer_compiled(*operands, order, out, **options)
+    right = by_triton(*operands, order, expected, **options)
     assert relative_error(out, expected) <= 5e-3
     assert relative_error(dots, right) <= 5e-3
     assert not dots[160:].any() and dots[:160].all()  # by slot; the last four are sentinels

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -500,15 +500,23 @@ def expert_sum(
 
 
 def grouped_lora_forward_triton(
-    x: Tensor, weights: ExpertWeights, order: ExpertOrder, fan: int, grouped_out: bool
+    x: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    fan: int,
+    grouped_out: bool,
+    product: Callable[..., Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """xa first, then the product with xa B_e^T in its epilogue; see `grouped_lora_forward`."""
+    """xa first, then the product with xa B_e^T in its epilogue; see `grouped_lora_forward`.
+
+    `product` takes what `grouped_product` takes, over weights of another kind.
+    """
     rows = order.slots.shape[0]
     xa = x.new_empty((rows, weights.rank))
     y = x.new_empty((rows, weights.weight.shape[2]))
     if weights.lora is not None:
         low_rank(x, weights.a, order, xa, scaling=weights.scaling, fan=fan)
-    grouped_product(
+    (product or grouped_product)(
         x,
         weights.weight,
         xa,
@@ -533,6 +541,7 @@ def grouped_lora_dx_triton(
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
+    product: Callable[..., Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward kernels with W, A and B read transposed; see `grouped_lora_dx`.
 
@@ -546,9 +555,9 @@ def grouped_lora_dx_triton(
     if weights.lora is not None:
         low_rank(dy, weights.b.transpose(1, 2), order, yb, scaling=weights.scaling, fan=dy_fan)
     if wants_dx or x is not None:
-        dots = grouped_product(
+        dots = (product or grouped_product)(
             dy,
-            weights.weight.transpose(1, 2),
+            weights.weight.mT,
             yb,
             weights.a,
             order,

@@ -66,11 +66,9 @@ def gated_quantized_experts_triton(
 
     def product(rows_in: Tensor, one: int, xa: Tensor, y: Tensor, **options: Any) -> None:
         weights = (first, second)[one]
-        stack: Stack = weights.weight
-        place = (order.slots, order.offsets, order.tiles)
-        operands = (rows_in, stack, stack.transposed, xa, factors[one], *place, y)
-        options |= {"scatter": False, "bias": weights.bias, "tile_rows": order.tile_rows}
-        product_of_stack(operands, slice_experts[one], "forward", options, path)
+        operands = (rows_in, weights.weight, xa, factors[one], order, y)
+        options |= {"slice_experts": slice_experts[one], "path": path, "bias": weights.bias}
+        product_of_stack(*operands, direction="forward", scatter=False, **options)
 
     xa1, early = low(x, first, order.top_k, False)
     early = _pack(own[0], factors[0], early, signals) or early
@@ -126,11 +124,9 @@ def gated_quantized_experts_backward_triton(
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
 
     def product(rows_in: Tensor, one: int, low: tuple, out: Tensor, fan: int, early: bool) -> None:
-        stack: Stack = (first, second)[one].weight
-        place = (order.slots, order.offsets, order.tiles)
-        operands = (rows_in, stack, not stack.transposed, *low, *place, out)
-        options = {"scatter": False, "fan": fan, "tile_rows": order.tile_rows, "early": early}
-        product_of_stack(operands, slice_experts[one], "dx", options, path)
+        operands = (rows_in, (first, second)[one].weight.mT, *low, order, out)
+        options = {"slice_experts": slice_experts[one], "path": path, "fan": fan, "early": early}
+        product_of_stack(*operands, direction="dx", scatter=False, **options)
 
     summed = _Sums(gates, order, spread.nbytes)
     signals = overlaps(grad.device) and order.tiles.shape[0] > 0

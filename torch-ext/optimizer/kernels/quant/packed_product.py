@@ -26,6 +26,7 @@ from torch.library import register_fake
 
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
+from ..experts.expert_sort import ExpertOrder
 
 _BY_TRITON = "product over packed weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
@@ -241,9 +242,7 @@ def prefer_compiled(
     last: bool,
     low: Tensor,
     factor: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,
     *,
     activated: Tensor | None = None,
@@ -268,13 +267,13 @@ def prefer_compiled(
         raise ValueError(f"no product but the compiled one applies an activation: {reason}")
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
-        return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
+        return by_triton(x, stack, last, low, factor, order, out, **options)
     other, gates = options.get("other"), options.get("gates")
     packed_product(
         x,
         stack,
-        slots,
-        offsets,
+        order.slots,
+        order.offsets,
         along=last,
         low=None if factor is None else low,
         factor=factor,
@@ -289,4 +288,4 @@ def prefer_compiled(
     if other is None:
         return None
     place = (options.get("other_fan", 0), options["scatter"])
-    return gate_and_dot(out, other, gates, slots, offsets, *place)
+    return gate_and_dot(out, other, gates, order.slots, order.offsets, *place)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..experts import tile_tables as config
-from ..experts.expert_sort import tile_rows_for
+from ..experts.expert_sort import ExpertOrder, tile_rows_for
 from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
@@ -598,12 +598,9 @@ def packed_product(  # noqa: PLR0913
     last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, C)
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,  # (R, C), contiguous
     *,
-    tile_rows: int,
     fan: int,
     scatter: bool,
     bias: Tensor | None = None,  # (E, C)
@@ -614,13 +611,13 @@ def packed_product(  # noqa: PLR0913
 ) -> Tensor | None:
     """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
 
-    `tile` is for tuning: its rows divide `tile_rows` or are a multiple; None for `choose_tile`.
+    `tile` is for tuning: its rows divide the order's or are a multiple; None for `choose_tile`.
     """
     packed, absmax, codebook, nested, (experts, n, k), blocksize, kind, block_rows = stack
     depth, columns = (k, n) if last else (n, k)
-    rows = slots.shape[0]
+    rows, tiles = order.slots.shape[0], order.tiles
     tile = tile or choose_tile(rows / experts, last, depth, other is not None, x.element_size())
-    share = triton.cdiv(tile_rows, tile.rows)
+    share = triton.cdiv(order.tile_rows, tile.rows)
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
@@ -642,8 +639,8 @@ def packed_product(  # noqa: PLR0913
         packed if bias is None else bias,
         packed if gates is None else gates.contiguous(),
         packed if other is None else other,
-        slots,
-        offsets,
+        order.slots,
+        order.offsets,
         tiles,
         packed if out is None else out,
         packed if dots is None else dots,
@@ -683,7 +680,7 @@ def packed_product(  # noqa: PLR0913
         BLOCKS=max(1, tile.columns >> shift),
         SPANS=max(1, tile.depth >> shift),
         EVEN=depth % tile.depth == 0,
-        TILE_ROWS=tile_rows,
+        TILE_ROWS=order.tile_rows,
         SHARE=share,
         GROUP=config.GROUP,
         KIND=kind,

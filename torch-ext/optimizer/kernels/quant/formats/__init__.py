@@ -227,6 +227,11 @@ class Stack:
         return shape_of(self.stored, self.transposed)
 
     @property
+    def mT(self) -> Stack:  # noqa: N802
+        """The same bytes seen the other way round, as by `Tensor.mT`."""
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+    @property
     def own_tensors(self) -> dict[str, Tensor]:
         """Those of the layout by their names, without the constants."""
         return dict(zip(self.format.layout(self.stored), self.tensors, strict=False))
@@ -308,11 +313,11 @@ class InRegisters(Format):
     ) -> Tensor | None:
         """By CUDA or Triton."""
         opened = self.opened(stack.tensors, stack.stored)
-        last, _, _, slots, *_, out = operands
-        operands = (x, opened, *operands)
+        last, (*_, order, out) = stack.transposed, operands
+        operands = (x, opened, last, *operands)
         # Triton's product alone gives the gates' gradient without a result.
         wanted = out is not None or path != dispatch.MEASURED
-        if wanted and self._takes_compiled(path, x, opened, slots.shape[0], last):
+        if wanted and self._takes_compiled(path, x, opened, order.slots.shape[0], last):
             options |= {"activated": activated, "early": early}
             return packed_product.prefer_compiled(*operands, **options)
         from ..packed_product_triton import packed_product as by_triton
