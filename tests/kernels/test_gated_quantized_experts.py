@@ -199,11 +199,12 @@ class Launches:
         "expert_products",
     )
 
-    def __init__(self, place, monkeypatch) -> None:
+    def __init__(self, place, packs, monkeypatch) -> None:
         self.found: list[tuple[str, str, bool, bool]] = []
         self.stream = "first"
         for name in self.NAMES:
             monkeypatch.setattr(place, name, self.noted(name))
+        monkeypatch.setattr(packs, "reorder", self.noted("reorder"))
         monkeypatch.setattr(place, "beside", lambda *_, **__: contextlib.nullcontext(self))
 
     def noted(self, name: str):
@@ -240,7 +241,8 @@ def test_early_launches_follow_what_lets_them_begin(
     formats = submodule("kernels.quant.formats")
     monkeypatch.setattr(place, "overlaps", lambda _: True)
     monkeypatch.setattr(formats.InRegisters, "activates", lambda *_: activates)
-    launches = Launches(place, monkeypatch)
+    packs = submodule("kernels.experts.gated_launch_triton")
+    launches = Launches(place, packs, monkeypatch)
     ranks = {} if lora else {"rank": None, "rank_down": None, "wanted": ("x", "gates")}
     Layer(moe, device, Problem(quant_type="fp8", **ranks)).step()
     signalled = {"first": False, "second": False}

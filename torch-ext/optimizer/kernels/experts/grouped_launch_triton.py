@@ -283,18 +283,12 @@ def grouped_product(  # noqa: PLR0913
     _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, order.tile_rows, k, n, direction if other is None else "dots", rank)
-    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
-    if other is not None:
-        dots = torch.empty(
-            (triton.cdiv(n, tile.columns), order.slots.shape[0]),
-            dtype=torch.float32,
-            device=x.device,
-        )
-        factor = None if factor is None else packed(factor, x.dtype)
-        operands = (x, weight, low, factor, order, out)
-        launch_product(*operands, bias=bias, other=other, dots=dots, other_fan=other_fan, **common)
-        return dots.sum(0)
-    ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
+    ranges, packs, dots = [(0, n)], True, None
+    if other is None:
+        ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
+    else:
+        shape = (triton.cdiv(n, tile.columns), order.slots.shape[0])
+        dots = torch.empty(shape, dtype=torch.float32, device=x.device)
     for first, end in ranges:
         columns = slice(first, end if factor is not None else n)
         here = None if factor is None else factor[:, :, columns]
@@ -305,10 +299,17 @@ def grouped_product(  # noqa: PLR0913
             packed(here, x.dtype) if factor is not None and packs else here,
             order,
             None if out is None else out[:, columns],
+            tile=tile,
+            fan=fan,
+            scatter=scatter,
             bias=None if bias is None else bias[:, columns],
-            **common,
+            gates=gates,
+            other=other,
+            other_fan=0 if other is None else other_fan,  # which a kernel is compiled for
+            dots=dots,
+            early=early,
         )
-    return None
+    return None if dots is None else dots.sum(0)
 
 
 def launch_product(  # noqa: PLR0913

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..experts.expert_sort import ExpertOrder
-from ..experts.gated_launch_triton import gradient_of_gates, room_to_pack, row_sum
+from ..experts.gated_launch_triton import gradient_of_gates, pack, room_to_pack, row_sum
 from ..experts.grouped_launch_triton import (
     expert_products,
     is_scattered,
@@ -71,7 +71,7 @@ def gated_quantized_experts_triton(
         product_of_stack(*operands, direction="forward", scatter=False, **options)
 
     xa1, early = low(x, first, order.top_k, False)
-    early = _pack(own[0], factors[0], early, signals) or early
+    early = pack(own[0], factors[0], early, signals)
     glu = (layer.activation, layer.interleaved)
     stack: Stack = first.weight
     options: dict[str, Any] = {"fan": order.top_k, "early": early}
@@ -84,7 +84,7 @@ def gated_quantized_experts_triton(
         product(x, 0, xa1, wide, **options)
     # Without what is launched between, this begins at the end of the product, whose results the
     # copy does not read.
-    early = _pack(own[1], factors[1], activates and signals, activates and signals)
+    early = pack(own[1], factors[1], activates and signals, activates and signals)
     if not activates:
         h = glu_triton(wide, *glu)
         wide = wide if keeps else wide.new_empty((0, wide.shape[1]))
@@ -131,9 +131,9 @@ def gated_quantized_experts_backward_triton(
     summed = _Sums(gates, order, spread.nbytes)
     signals = overlaps(grad.device) and order.tiles.shape[0] > 0
     with beside(grad) as streams:
-        _pack(own[0], factors[0])
+        pack(own[0], factors[0])
         with streams.there():
-            early = _pack(own[1], factors[1], signals=signals)
+            early = pack(own[1], factors[1], signals=signals)
             if b2 is not None:
                 options = {"fan": top_k, "early": early, "signals": signals}
                 early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)
@@ -199,16 +199,6 @@ def _in_one_place(x: Tensor, rows: int, *widths: int) -> list[Tensor]:
     """(rows, width) of x's dtype for each width, of which one is written after the others' use."""
     flat = x.new_empty(rows * max(widths))
     return [flat[: rows * width].view(rows, width) for width in widths]
-
-
-def _pack(
-    factor: Tensor | None, room: Tensor | None, early: bool = False, signals: bool = False
-) -> bool:
-    """Fill what `room_to_pack` gave; whether the next launch may begin early, as in `reorder`."""
-    if room is factor:
-        return early
-    reorder(factor, room, early=early, signals=signals)
-    return signals
 
 
 @triton.jit
