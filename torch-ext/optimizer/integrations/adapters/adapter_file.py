@@ -67,8 +67,14 @@ def save_peft_adapter(
         raise ValueError(said if known else "the model has no LoRA to save; attach_lora first")
     _check_complete(model, name)
     reshard(model)
-    contents = injection.contents if injection.is_injected(model) else _contents
-    found, config = contents(model, name)
+    if injection.is_injected(model):
+        found, config = injection.contents(model, name)
+    else:
+        targets = {
+            where: {t: own[name] for t, own in entry.options.items() if name in own}
+            for where, entry in attached_modules(model).items()
+        }
+        found, config = _parameters(model, targets, name), _config(model, targets)
     mesh = mesh_of(found.values())
     tensors = gathered_on_cpu(found, mesh)
     text = json.dumps(config, indent=2)
@@ -81,15 +87,6 @@ def save_peft_adapter(
             file.write(f"{text}\n".encode())
 
     write_once(mesh, write)
-
-
-def _contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of an adapter on the experts alone."""
-    targets = {
-        where: {t: by_name[adapter] for t, by_name in entry.options.items() if adapter in by_name}
-        for where, entry in attached_modules(model).items()
-    }
-    return _parameters(model, targets, adapter), _config(model, targets)
 
 
 def _parameters(model: nn.Module, targets: Targets, adapter: str) -> dict[str, nn.Parameter]:
