@@ -80,7 +80,7 @@ def _is_packed(model: nn.Module) -> bool:
 
 def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
     """Attach the adapters that `_adapters` found, for their tensors to be loaded."""
-    from ..adapters.lora import AdapterOptions, add_adapter, set_lora
+    from ..adapters.lora import AdapterOptions, add_adapter, check_addable, set_lora
 
     known = dict(experts_modules(model)).__contains__
     options = {spelling(model, n, known): targets for n, targets in described["options"].items()}
@@ -92,6 +92,7 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
             }
             for name, targets in options.items()
         }
+        check_addable(model, adapter)
         add_adapter(model, adapter, wanted)
     set_lora(model, described["active"], trainable=True)
 

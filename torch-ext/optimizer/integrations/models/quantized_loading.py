@@ -21,16 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, Source
-from .experts import (
-    ATTACHED,
-    DEQUANTIZE,
-    check_supported,
-    experts_modules,
-    pack,
-    put,
-    stacks,
-    why_no_experts,
-)
+from .experts import ATTACHED, DEQUANTIZE, pack, put, stacks, supported_experts
 from .hf_quantizer import attach_described, check_one_device, is_described
 from .prequantized_checkpoints import PACKINGS, PackedFiles
 from .safetensors_reader import TRUE, ModelFiles
@@ -147,11 +138,7 @@ def load_quantized(
             config = AutoConfig.from_pretrained(files.path("config.json").parent)
         dtype = _dtype(dtype, config)
         model = _skeleton(config, model_class, dtype)
-        found = dict(experts_modules(model))
-        if not found:
-            raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
-        for prefix, experts in found.items():
-            check_supported(experts, prefix)
+        supported_experts(model)
         loading = _Loading(model, _matrices(files, model, device, dtype), wanted, strategy)
         if any(name.endswith("._extra_state") for name in files.names()):
             loading.read_saved()

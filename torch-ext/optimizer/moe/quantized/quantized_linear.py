@@ -105,18 +105,15 @@ def quantized_lora_linear(
     x_fan: int,
     grouped_out: bool,
     path: str,
-    by_name: bool = True,
-    strategy: str | None = None,
+    by_name: bool,
 ) -> Tensor:
     """`grouped_lora_linear` over a record (E, K, N), whose checks have been made.
 
     x is (T, K), or (R, K) with x_fan 0 in place of k. `by_name` says whether the path of the
-    products was asked for; else Triton's gives way to what is faster. Without a strategy it is the
-    weight's own.
+    products was asked for; else Triton's gives way to what is faster.
     """
     weight, lora_a, lora_b, bias, scaling = weights.operands()
-    rows = order.slots.shape[0]
-    chosen, path = pick_strategy(x, weight, rows, path, by_name, strategy)
+    chosen, path = pick_strategy(x, weight, order.slots.shape[0], path, by_name)
     leaves, layout = (x, lora_a, lora_b, bias, gates), (scaling, x_fan, grouped_out)
     count = slice_experts(weight, chosen, x.element_size())
     return _QuantizedLora.apply(*leaves, weight, order, *layout, path, count)

@@ -109,7 +109,6 @@ def pick_strategy(
     rows: int,
     path: str,
     by_name: bool,
-    strategy: str | None = None,
 ) -> tuple[str, str]:
     """The strategy of a product of x with a weight (E, K, N), and the path of its ops.
 
@@ -122,7 +121,7 @@ def pick_strategy(
     chosen = choose_strategy(
         rows,
         weight.shape[0],
-        strategy or weight.strategy,
+        weight.strategy,
         fusable=weight.fusable_over(x),
         fast=path in TRITON_PATHS and decodes_in_registers(x.device, x.dtype),
         compiled=replaceable and refused(x.device, x, tensors, weight.stored) is None,
