@@ -95,7 +95,6 @@ class LaunchGraph {
     for (CUgraphNode one : before_[awaited].nodes) {
       if (std::find(own.nodes.begin(), own.nodes.end(), one) != own.nodes.end()) continue;
       own.nodes.push_back(one);
-      own.is_launch = false;
     }
   }
 
@@ -113,7 +112,7 @@ class LaunchGraph {
   // What the next launch of a stream follows.
   struct Before {
     std::vector<CUgraphNode> nodes;
-    bool is_launch;  // the one before it on the same stream, and nothing else
+    CUgraphNode last;  // of them the one on the same stream, if any
   };
   struct Destroy {
     void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
@@ -137,12 +136,12 @@ class LaunchGraph {
   void add(int32_t stream, const Launch& launch) {
     if (before_.size() <= static_cast<size_t>(stream)) before_.resize(stream + 1);
     Before& own = before_[stream];
-    CUgraphEdgeData edge{};
-    if (launch.early && own.is_launch) {
-      edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
-      edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    std::vector<CUgraphEdgeData> edges(own.nodes.size());
+    for (size_t n = 0; n < edges.size(); ++n) {
+      if (!launch.early || own.nodes[n] != own.last) continue;
+      edges[n].from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+      edges[n].type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
     }
-    const std::vector<CUgraphEdgeData> edges(own.nodes.size(), edge);
     CUgraphNodeParams parameters{};
     parameters.type = CU_GRAPH_NODE_TYPE_KERNEL;
     parameters.kernel = node_of<CUDA_KERNEL_NODE_PARAMS_v3>(launch);
@@ -152,7 +151,7 @@ class LaunchGraph {
           "a node of a launch");
     const char* bytes = static_cast<const char*>(launch.bytes);
     nodes_.push_back({made, {bytes, bytes + launch.size}});
-    own = {{made}, true};
+    own = {{made}, made};
   }
 
   // Another thread may capture a graph meanwhile, which forbids allocations in threads that do not

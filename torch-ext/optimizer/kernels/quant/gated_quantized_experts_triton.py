@@ -1,7 +1,7 @@
 """Launches of gated_quantized_experts, and which of them run beside each other.
 
-forward   xa1 | B1 packed | gate_up product | activation, where not in it | B2 packed | xa2 |
-          down product | combine
+forward   xa1, beside it B1 packed, B2 packed | gate_up product | activation, where not in it |
+          xa2 | down product | combine
 backward  second stream: B2 packed | yb2 | down's dX | the activation's gradient | yb1 | dX |
           combine
           first stream: B1 packed | after yb2: dB2, dA2 | after the activation's: the gates', dB1 |
@@ -70,8 +70,11 @@ def gated_quantized_experts_triton(
         options |= {"slice_experts": slice_experts[one], "path": path, "bias": weights.bias}
         product_of_stack(*operands, direction="forward", scatter=False, **options)
 
-    xa1, early = low(x, first, order.top_k, False)
-    early = pack(own[0], factors[0], early, signals)
+    with beside(x) as streams:
+        with streams.there():
+            pack(own[0], factors[0])
+            pack(own[1], factors[1])
+        xa1, early = low(x, first, order.top_k, False)
     glu = (layer.activation, layer.interleaved)
     stack: Stack = first.weight
     options: dict[str, Any] = {"fan": order.top_k, "early": early}
@@ -82,13 +85,10 @@ def gated_quantized_experts_triton(
         product(x, 0, xa1, wide, activated=h, **options)
     else:
         product(x, 0, xa1, wide, **options)
-    # Without what is launched between, this begins at the end of the product, whose results the
-    # copy does not read.
-    early = pack(own[1], factors[1], activates and signals, activates and signals)
     if not activates:
         h = glu_triton(wide, *glu)
         wide = wide if keeps else wide.new_empty((0, wide.shape[1]))
-    xa2, early = low(h, second, 0, early)
+    xa2, early = low(h, second, 0, activates and signals)
     y = x.new_empty((rows, x.shape[1]))
     product(h, 1, xa2, y, fan=0, early=early)
     if not keeps:
