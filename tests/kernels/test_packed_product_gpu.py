@@ -13,8 +13,7 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from ..conftest import module_fixture
-from .test_gated_quantized_experts import Layer
-from .test_gated_quantized_experts import Problem as LayerProblem
+from ..moe._eager import PackedLayer, PackedProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -486,29 +485,21 @@ def test_ends_of_the_scales(module, device, scale, along):
 @pytest.mark.parametrize("quant_type", ("mxfp4", "fp8"))
 def test_layers_within_the_budget_of_the_dense_layer(submodule, device, quant_type, backend):
     """A layer of gpt-oss (interleaved, biased, clamped) against float64 over decoded weights."""
-    problem = LayerProblem(
-        *(600, 4, 8),
-        hidden=192,
-        intermediate=128,
-        activation="gpt_oss",
-        interleaved=True,
-        bias=True,
-        rank=16,
-        rank_down=8,
-        routing="no-ends",
-        quant_type=quant_type,
-        strategy="fused",
-        dtype=torch.bfloat16,
+    form = {"activation": "gpt_oss", "interleaved": True, "bias": True, "routing": "no-ends"}
+    sizes = {"hidden": 192, "intermediate": 128, "rank": 16, "rank_down": 8}
+    problem = PackedProblem(
+        *(600, 4, 8), **form, **sizes, quant_type=quant_type, dtype=torch.bfloat16
     )
-    layer = Layer(submodule("moe"), device, problem)
+    layer = PackedLayer(submodule("moe"), device, problem)
     found = layer.step(backend)
-    layer.packed = [experts.decode() for experts in layer.packed]
+    for name in ("gate_up_proj", "down_proj"):
+        weight = layer.module._modules.pop(name).decode()
+        layer.module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
     dense = layer.step("triton")
-    layer.packed = [weight.double() for weight in layer.packed]
-    layer.biases = {name: bias.double() for name, bias in layer.biases.items()}
+    layer.module.double()  # and the factors among the leaves
     layer.grad = layer.grad.double()
-    for name, leaf in layer.leaves.items():
-        layer.leaves[name] = leaf.detach().double().requires_grad_()
+    for name in ("x", "gates"):
+        layer.leaves[name] = layer.leaves[name].detach().double().requires_grad_()
     for name, value in layer.step("reference").items():
         allowed = 1.5 * relative_error(dense[name], value) + 1e-3
         assert relative_error(found[name], value) <= allowed, name

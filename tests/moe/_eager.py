@@ -265,6 +265,58 @@ class LayerProblem:
         return layer, x, self.ids(device), gates, grad
 
 
+LEAVES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedProblem(LayerProblem):
+    """A layer whose stacks have blocks that stay in their rows; small, for the interpreter."""
+
+    tokens: int = 7
+    experts: int = 3
+    hidden: int = 64
+    intermediate: int = 32
+    strategy: str = "fused"
+    quant_type: str = "nf4"
+    blocksize: int = 32  # of nf4
+    nested: bool = False
+    wanted: tuple[str, ...] = LEAVES
+
+
+class PackedLayer:
+    """A layer over packed experts, and one step's tensors."""
+
+    def __init__(self, moe, device: torch.device, problem: PackedProblem) -> None:
+        self.problem, self.module = problem, problem.module(moe, device)
+        options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
+        options |= {"nested": True} if problem.nested else {}
+        for name in ("gate_up_proj", "down_proj"):
+            weight = self.module._parameters.pop(name).data
+            options |= {"quant_type": problem.quant_type, "strategy": problem.strategy}
+            self.module.add_module(name, moe.QuantizedExperts.from_weight(weight, **options))
+        self.leaves = {}
+        self.draw(device)
+        for name, factor in self.module.expert_lora.named_parameters():
+            target, part, *_ = name.split(".")
+            self.leaves[f"{target}.{part[-1].lower()}"] = factor
+        for name, leaf in self.leaves.items():
+            leaf.requires_grad_(name in problem.wanted)
+
+    def draw(self, device: torch.device, seed: int = 0) -> None:
+        """Other inputs."""
+        x, gates, self.grad = self.problem.inputs(device, seed)
+        self.leaves |= {"x": x, "gates": gates}
+        self.ids = self.problem.ids(device, seed)
+
+    def forward(self, backend: str = "triton") -> Tensor:
+        self.module.backend = backend
+        return self.module(self.leaves["x"], self.ids, self.leaves["gates"])
+
+    def step(self, backend: str = "triton") -> dict[str, Tensor]:
+        """The result and every wanted gradient, by name."""
+        return gradients(self.forward(backend), self.leaves, self.grad)
+
+
 def _split(problem: LayerProblem, wide: Tensor) -> tuple[Tensor, Tensor]:
     if problem.interleaved:
         return wide[:, 0::2], wide[:, 1::2]

@@ -1,6 +1,5 @@
 """The layer as one autograd node: operands' order and gradients, launches played again."""
 
-import copy
 import dataclasses
 import gc
 import os
@@ -14,9 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
-from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
-from ._eager import LayerProblem, compare, together
+from ._eager import LayerProblem, PackedLayer, PackedProblem, compare, gradients, together
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -69,18 +66,12 @@ def compared(by_ops, taken, run) -> None:
             assert_same_bits(found[name], value)
 
 
-def results(out: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    found = torch.autograd.grad(out, list(wanted.values()), grad)
-    return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_bits_of_the_ops(moe, device, taken, by_ops, problem) -> None:
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+    compared(by_ops, taken, lambda: gradients(layer(x, ids, gates), leaves, grad))
 
 
 @pytest.mark.parametrize("wanted", ["x", "gates", "lora_A", "lora_B"])
@@ -89,7 +80,7 @@ def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     for name, leaf in leaves.items():
         leaf.requires_grad_(wanted in name if "lora" in wanted else name == wanted)
-    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+    compared(by_ops, taken, lambda: gradients(layer(x, ids, gates), leaves, grad))
 
 
 @pytest.fixture
@@ -113,7 +104,7 @@ def with_factors(moe, submodule, device):
         def run() -> dict:
             lora = moe.ExpertsLora(*(one() for one in factors))
             tensors = (leaves["x"], ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
-            return results(moe.experts_forward(*tensors, lora=lora, **options), leaves, grad)
+            return gradients(moe.experts_forward(*tensors, lora=lora, **options), leaves, grad)
 
         return leaves, run
 
@@ -250,18 +241,18 @@ def test_several_gradients_at_once_are_refused(moe, device, taken) -> None:
 
 
 QUANTIZED = [
-    QuantizedProblem(lora_dtype=torch.bfloat16),
-    QuantizedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
-    QuantizedProblem(activation="gelu", interleaved=True, routing="sentinels"),
-    QuantizedProblem(wanted=("down.a",)),
-    QuantizedProblem(hidden=48, strategy="auto"),
-    QuantizedProblem(quant_type="fp8", strategy="chunked", routing="sentinels"),
+    PackedProblem(lora_dtype=torch.bfloat16),
+    PackedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
+    PackedProblem(activation="gelu", interleaved=True, routing="sentinels"),
+    PackedProblem(wanted=("down.a",)),
+    PackedProblem(hidden=48, strategy="auto"),
+    PackedProblem(quant_type="fp8", strategy="chunked", routing="sentinels"),
 ]
 
 
 @pytest.mark.parametrize("problem", QUANTIZED, ids=str)
 def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> None:
-    compared(by_ops, taken, QuantizedLayer(moe, device, problem).step)
+    compared(by_ops, taken, PackedLayer(moe, device, problem).step)
 
 
 @pytest.mark.parametrize("down", ["nf4", "fp4", "fp8"])
@@ -270,11 +261,12 @@ def test_a_layer_over_packed_experts_is_two_plans(
     moe, submodule, device, taken, by_ops, watch, nested, down
 ) -> None:
     """One forward and one back, whatever both stacks share, and no tensor is handed over twice."""
-    layer = QuantizedLayer(moe, device, QuantizedProblem(nested=nested))
+    layer = PackedLayer(moe, device, PackedProblem(nested=nested))
     if down != "nf4":
-        weight = layer.packed[1].decode(dtype=torch.float32)
-        layer.packed[1] = moe.QuantizedExperts.from_weight(weight, quant_type=down)
-        layer.packed[1].strategy = "chunked"
+        weight = layer.module.down_proj.decode(dtype=torch.float32)
+        layer.module.down_proj = moe.QuantizedExperts.from_weight(
+            weight, quant_type=down, strategy="chunked"
+        )
     place = submodule("moe.eager_layer")
     calls = watch(place, "replayed", lambda _, name, function, operands, *__: (name, operands))
     compared(by_ops, taken, layer.step)
@@ -337,7 +329,7 @@ def test_all_that_a_forward_keeps_is_one_tensor(
             out = layer(x, ids, gates)
         if forgets:
             place._kept.clear()
-        return results(out, leaves, grad)
+        return gradients(out, leaves, grad)
 
     found = run()
     assert not refused, "both directions can be recorded"
@@ -401,7 +393,7 @@ def test_ids_and_gates_with_gaps_are_played(moe, plans, device, taken, prepared,
 
 
 def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> None:
-    QuantizedLayer(moe, device, QUANTIZED[0]).step()
+    PackedLayer(moe, device, QUANTIZED[0]).step()
     names = [name for name, _ in prepared]
     means = submodule("moe.eager_layer")._MEANS
     products = "_packed_product"
@@ -416,10 +408,10 @@ def test_slices_are_recorded(
     moe, submodule, device, taken, prepared, monkeypatch, quant_type
 ) -> None:
     """All of a layer whose experts are decoded to memory is launches: two for a slice."""
-    problem = QuantizedProblem(strategy="chunked", quant_type=quant_type, hidden=96)
+    problem = PackedProblem(strategy="chunked", quant_type=quant_type, hidden=96)
     bound = problem.hidden * 2 * problem.intermediate * 4
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
-    QuantizedLayer(moe, device, problem).step()
+    PackedLayer(moe, device, problem).step()
     names = [name for name, _ in prepared]
     decodes = "_fp8" if quant_type == "fp8" else "_nibbles"
     directions = 2 + len(submodule("moe.eager_layer")._MEANS)  # prepared, heights, recorded
@@ -591,23 +583,14 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem)
 def test_bits_of_launches_over_4_bits(
     moe, device, launched, played, nested, quant_type, lora_dtype
 ) -> None:
-    problem = LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=lora_dtype, rank=8)
-    layer = problem.module(moe, device)
-    lora = [p for p in layer.parameters() if p.requires_grad]
-    options = {"quant_type": quant_type, "nested": nested}
-    dense = (layer.gate_up_proj.data, layer.down_proj.data)
-    weights = [moe.QuantizedExperts.from_weight(one, **options) for one in dense]
-
-    def run(x, ids, gates, grad) -> list[torch.Tensor]:
-        options = {"layout": layer.layout, "lora": layer.expert_lora.factors()}
-        out = moe.experts_forward(x, ids, gates, *weights, **options)
-        return [out.detach(), *torch.autograd.grad(out, [x, gates, *lora], grad)]
-
+    options = {"quant_type": quant_type, "nested": nested, "strategy": "auto", "blocksize": 64}
+    dtypes = {"dtype": torch.bfloat16, "lora_dtype": lora_dtype}
+    layer = PackedLayer(moe, device, PackedProblem(**LARGE, **dtypes, **options, rank=8))
     for seed in range(3):
-        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        layer.draw(device, seed)
         with launched():
-            expected = run(x, ids, gates, grad)
-        compare(run(x, ids, gates, grad), expected)
+            expected = layer.step("auto")
+        compare(layer.step("auto").values(), expected.values())
     assert len(played) == 2
 
 
@@ -622,43 +605,38 @@ def test_bits_of_launches_in_slices(
     sizes = {"tokens": 300, "experts": 8, "hidden": 224, "intermediate": 160}
     form = {"bias": True, "routing": "sentinels", "dtype": dtype, "rank": 8, "rank_down": 12}
     options = {**sizes, **form, "quant_type": quant_type}
-    problem = QuantizedProblem(**options, strategy="chunked", blocksize=64)
+    problem = PackedProblem(**options, strategy="chunked", blocksize=64)
     bound = at_once * 2 * problem.hidden * problem.intermediate * dtype.itemsize
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
     monkeypatch.setattr(submodule("moe.quantized.eager_quantized"), "_taken", {})
-    layer = QuantizedLayer(moe, device, problem)
+    layer = PackedLayer(moe, device, problem)
     for routing in ("sentinels", "one", "no-ends"):
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device))
         with launched():
             expected = layer.step("auto")
         found = layer.step("auto")
         compare(found.values(), expected.values())
-        apart = packed_of(layer, "selective").step("auto")
-        for name, value in apart.items():
+        stacks = (layer.module.gate_up_proj, layer.module.down_proj)
+        for one in stacks:
+            one.strategy = "selective"
+        for name, value in layer.step("auto").items():
             assert relative_error(found[name], value) <= 2e-2, name
+        for one in stacks:
+            one.strategy = "chunked"
     assert sorted(set(played) - {"expert_sort"}) == ["experts", "experts_backward"]
     assert len(played) <= 3, "once each"
-
-
-def packed_of(layer: QuantizedLayer, strategy: str) -> QuantizedLayer:
-    """The layer by another strategy."""
-    other = copy.copy(layer)
-    other.packed = [copy.copy(one) for one in layer.packed]
-    for one in other.packed:
-        one.strategy = strategy
-    return other
 
 
 @pytest.mark.gpu
 def test_a_slice_bounds_the_peak(moe, submodule, device, monkeypatch) -> None:
     """Of a stack that is decoded in slices, one slice is in memory beside what one row takes."""
-    problem = QuantizedProblem(
+    problem = PackedProblem(
         tokens=64, experts=16, hidden=1040, intermediate=1040, strategy="auto", blocksize=64,
         dtype=torch.bfloat16,
     )  # fmt: skip
     each = 2 * problem.hidden * problem.intermediate * 2
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (each, 3 * each))
-    layer = QuantizedLayer(moe, device, problem)
+    layer = PackedLayer(moe, device, problem)
     layer.step("auto")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

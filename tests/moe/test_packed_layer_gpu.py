@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, capture, relative_error
-from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
-from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
-from ._eager import compare
+from ._eager import PackedLayer, PackedProblem, compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -21,11 +19,11 @@ def compiled_calls(submodule, watch):
     return watch(module, "packed_product", lambda *_, along, **__: along)
 
 
-def packed_layer(moe, device, **changes) -> QuantizedLayer:
+def packed_layer(moe, device, **changes) -> PackedLayer:
     sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896}
     dtypes = {"dtype": torch.bfloat16, "lora_dtype": torch.bfloat16}
     form = {"rank": 8, "rank_down": 8, "strategy": "auto", "blocksize": 64}
-    return QuantizedLayer(moe, device, QuantizedProblem(**{**sizes, **dtypes, **form, **changes}))
+    return PackedLayer(moe, device, PackedProblem(**{**sizes, **dtypes, **form, **changes}))
 
 
 @pytest.mark.parametrize("routing", ("random", "one", "sentinels", "all-sentinels"))
