@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
+from .._compare import assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import module_fixture
-from ..moe._eager import PackedLayer, PackedProblem
+from ..moe._eager import PackedLayer, PackedProblem, assert_graph_follows
 
 moe = module_fixture("moe")
 
@@ -112,7 +112,7 @@ def test_a_product_that_activates_spares_the_launch(
         found = run()
     rows = layer.ids.numel()
     assert launched == ["glu"] and stored == [rows if keeps else 0, rows]
-    assert_all_same_bits(found.values(), expected.values())
+    assert_same_tensors(found, expected)
 
 
 class Launches:
@@ -274,9 +274,9 @@ def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule
         alone.setattr(launches, "beside", on_the_cpu)
         expected = layer.step("auto")
     for _ in range(3):
-        assert_all_same_bits(layer.step("auto").values(), expected.values())
-    graph, captured = capture(lambda: layer.step("auto"), 1)
-    for seed, routing in enumerate(("random", "one", "sentinels", "all-sentinels")):
+        assert_same_tensors(layer.step("auto"), expected)
+
+    def redraw(seed: int, routing: str) -> None:
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
-        graph.replay()
-        assert_all_same_bits(captured.values(), layer.step("auto").values())
+
+    assert_graph_follows(lambda: layer.step("auto"), redraw, 1)

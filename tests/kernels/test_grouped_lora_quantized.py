@@ -33,7 +33,7 @@ def test_tiles_of_other_sizes_than_the_order_s(opt, device, tile, across, rows):
     case.ids.copy_(torch.tensor([[2, 0]] * 45 + [[2, 5]] * 5))
     assert opt.moe.expert_sort(case.ids, 5).tile_rows == 32
     tile(rows, 64, 32)
-    assert relative_error(case.product("triton"), case.eager(torch.float64)["y"]) <= 2e-6
+    assert relative_error(case.product("triton"), case.eager(torch.float64)["out"]) <= 2e-6
 
 
 @pytest.mark.parametrize("sizes", ((32, 64, 128), (16, 128, 128), (16, 64, 256)), ids=str)
@@ -42,7 +42,7 @@ def test_steps_over_several_blocks(opt, device, tile, sizes):
     problem = Problem(23, k=320, n=40, rank=3, bias=True, routing="sentinels")
     case = Case(opt, device, problem, strategy="fused", nested=True)
     tile(*sizes)
-    assert relative_error(case.product("triton"), case.eager(torch.float64)["y"]) <= 2e-6
+    assert relative_error(case.product("triton"), case.eager(torch.float64)["out"]) <= 2e-6
 
 
 def test_few_rows_take_the_tile_that_was_timed_and_others_keep_theirs(submodule):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_same_bits, assert_same_tensors, capture, relative_error
 
 NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
 
@@ -373,47 +373,71 @@ def eager_layer(
     return out
 
 
-def gradients(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+def gradients(out: Tensor, leaves: dict[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
     """The output, and the gradient of every leaf that asks for one (zeros where it is unused)."""
-    wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    found = torch.autograd.grad(
-        out, [leaves[name] for name in wanted], grad, materialize_grads=True
-    )
+    wanted = {k: leaf for k, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    found = torch.autograd.grad(out, [*wanted.values()], grad, materialize_grads=True)
     return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+def step(layer, x: Tensor, ids: Tensor, gates: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """What `gradients` gives of a layer."""
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    return gradients(layer(x, ids, gates), leaves, grad)
+
+
+def in_float64(leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {
+        name: leaf if leaf is None else leaf.detach().double().requires_grad_(leaf.requires_grad)
+        for name, leaf in leaves.items()
+    }
+
+
 def assert_layer_close_to_eager(
-    moe, device, problem, factor=1.5, seed=0, call=None, floor=None
+    moe, device, problem, seed=0, call=None, floor=None, backend="auto"
 ) -> None:
-    """Each error is at most `factor` times eager's in the dtype, or `floor`, which is luck."""
+    """Each error is at most 1.5 times eager's in the dtype, or `floor`, which is luck."""
     floor = FLOOR[problem.dtype] if floor is None else floor
     layer = problem.module(moe, device, seed)
+    layer.backend = backend
     x, gates, grad = problem.inputs(device, seed)
     ids = problem.ids(device, seed)
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     out = layer(x, ids, gates) if call is None else call(layer, x, ids, gates)
-    actual = gradients(out, leaves, grad)
-    wide = {
-        name: leaf.detach().double().requires_grad_(leaf.requires_grad)
-        for name, leaf in leaves.items()
-    }
+    actual, wide = gradients(out, leaves, grad), in_float64(leaves)
     exact = gradients(eager_layer(problem, wide, ids, torch.float64), wide, grad.double())
     plain = gradients(eager_layer(problem, leaves, ids, problem.dtype), leaves, grad)
-    dtypes = {"out": problem.dtype, **{name: leaf.dtype for name, leaf in leaves.items()}}
-    assert actual.keys() == exact.keys()
-    assert_no_worse(actual, plain, exact, dtypes, factor, dict.fromkeys(exact, floor))
+    assert_no_worse(actual, plain, exact, 1.5, dict.fromkeys(exact, floor))
 
 
-def assert_no_worse(actual, plain, exact, dtypes, factor, floors) -> None:
+def assert_no_worse(actual, plain, exact, factor, floors) -> None:
     """Results by name: each error is at most `factor` times that of `plain`, or its floor."""
+    assert actual.keys() == exact.keys()
     for name, expected in exact.items():
-        assert (actual[name].dtype, actual[name].shape) == (dtypes[name], expected.shape), name
+        assert (actual[name].dtype, actual[name].shape) == (plain[name].dtype, expected.shape), name
         if expected.numel() == 0 or expected.norm() == 0:
             assert_same_bits(actual[name] + 0.0, torch.zeros_like(actual[name]))
             continue
         error = relative_error(actual[name], expected)
         allowed = max(factor * relative_error(plain[name], expected), floors[name])
         assert error <= allowed, f"{name}: relative error {error:.2e} exceeds {allowed:.2e}"
+
+
+def assert_graph_follows(run, redraw, warm_up: int = 3) -> None:
+    """A captured `run`, which gives tensors by name, is a new one after every `redraw`.
+
+    `redraw(seed, routing)` writes other operands where the old ones lie. Routings differ in which
+    experts get tokens, so that a captured decision of the host would show.
+    """
+    graph, captured = capture(run, warm_up)
+    for seed, routing in enumerate(("random", "one", "gap", "sentinels", "all-sentinels")):
+        with torch.no_grad():
+            redraw(seed, routing)
+        expected = run()
+        for value in captured.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        assert_same_tensors(captured, expected)
 
 
 def together(plans, tensors: list[Tensor]) -> Tensor:
@@ -426,7 +450,8 @@ def together(plans, tensors: list[Tensor]) -> Tensor:
     return joined
 
 
-def compare(found, expected) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.stride() == other.stride()
-        assert_same_bits(one, other)
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and under each of them the same strides and bits."""
+    assert_same_tensors(found, expected)
+    for name, value in expected.items():
+        assert found[name].stride() == value.stride(), name

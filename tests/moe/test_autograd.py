@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from . import _eager
-from ._eager import NAMES, LayerProblem, Problem
-from .conftest import gradients
+from ._eager import NAMES, LayerProblem, Problem, gradients
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
 PATHS = ("auto", "triton")
@@ -51,7 +50,7 @@ def test_each_gradient_alone_has_the_bits_it_has_among_all(product, device, kept
     for name in NAMES:
         leaves[name].requires_grad_(name in kept)
     some = gradients(product(FULL, leaves, ids), leaves, grad)
-    assert set(some) == set(kept)
+    assert set(some) == {"out", *kept}
     for name, value in some.items():
         assert_same_bits(value, everything[name])
 
@@ -238,11 +237,11 @@ def test_operands_are_cast(run, device, problem, dtypes):
     with torch.autocast(device.type, dtype=LOW):
         found = run(problem, leaves, ids, grad)
         linear = F.linear(leaves["x"], leaves["x"])
-    assert found["y"].dtype == linear.dtype == LOW
+    assert found["out"].dtype == linear.dtype == LOW
     narrow = operands(problem, device, (LOW, LOW))
     wanted = run(problem, narrow, ids, grad)
     for name, value in wanted.items():
-        own = LOW if name == "y" else leaves[name].dtype
+        own = LOW if name == "out" else leaves[name].dtype
         assert_same_bits(found[name], value.to(own))
 
 
@@ -263,17 +262,15 @@ def test_four_bit_experts(opt, run, device, float_x):
         narrow[name].requires_grad_()
     wanted = four_bit(opt, problem, narrow, packed, ids, grad)
     for name, value in wanted.items():
-        own = LOW if name == "y" else leaves[name].dtype
+        own = LOW if name == "out" else leaves[name].dtype
         assert_same_bits(found[name], value.to(own))
         assert_same_bits(inside[name], value.to(own))
 
 
 def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
     y = _eager.product(opt.moe, problem, leaves, ids, packed)
-    trained = {name: x for name, x in leaves.items() if name != "weight"}
     with torch.autocast(ids.device.type, enabled=backward_inside, dtype=LOW):
-        found = gradients(y, {**trained, "weight": None}, grad)
-    return {"y": y.detach(), **found}
+        return gradients(y, {**leaves, "weight": None}, grad)
 
 
 def test_what_autocast_leaves_alone(moe, device):

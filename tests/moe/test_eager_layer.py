@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from ._eager import LayerProblem, PackedLayer, PackedProblem, compare, gradients, together
+from .._compare import (
+    assert_all_same_bits,
+    assert_same_bits,
+    assert_same_tensors,
+    capture,
+    relative_error,
+)
+from ._eager import LayerProblem, PackedLayer, PackedProblem, compare, gradients, step, together
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -57,21 +63,15 @@ def compared(by_ops, taken, run) -> None:
         expected = run()
     finally:
         patch.undo()
-    assert taken == [1] and found.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert found[name] is None, name
-        else:
-            assert found[name].stride() == value.stride(), name
-            assert_same_bits(found[name], value)
+    assert taken == [1]
+    compare(found, expected)
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_bits_of_the_ops(moe, device, taken, by_ops, problem) -> None:
-    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    compared(by_ops, taken, lambda: gradients(layer(x, ids, gates), leaves, grad))
+    drawn = problem.drawn(moe, device, "triton")
+    compared(by_ops, taken, lambda: step(*drawn))
 
 
 @pytest.mark.parametrize("wanted", ["x", "gates", "lora_A", "lora_B"])
@@ -80,7 +80,7 @@ def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     for name, leaf in leaves.items():
         leaf.requires_grad_(wanted in name if "lora" in wanted else name == wanted)
-    compared(by_ops, taken, lambda: gradients(layer(x, ids, gates), leaves, grad))
+    compared(by_ops, taken, lambda: step(layer, x, ids, gates, grad))
 
 
 @pytest.fixture
@@ -341,8 +341,7 @@ def test_all_that_a_forward_keeps_is_one_tensor(
         expected = run()
     finally:
         patch.undo()
-    for name, value in expected.items():
-        assert_same_bits(found[name], value)
+    assert_same_tensors(found, expected)
     if forgets:
         monkeypatch.setattr(place, "prepare", lambda *_: None)
         with pytest.raises(
@@ -442,13 +441,7 @@ PLAYED = [
 ]
 
 
-def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    out = layer(x, ids, gates)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def assert_played_as_launched(launched, *arguments) -> list[torch.Tensor]:
+def assert_played_as_launched(launched, *arguments) -> dict[str, torch.Tensor]:
     """Returns what it is in either way."""
     with launched():
         expected = step(*arguments)
@@ -465,7 +458,7 @@ def test_bits_of_launches(moe, device, launched, played, problem) -> None:
         (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
         expected = assert_played_as_launched(launched, layer, x, ids, gates, grad)
         with torch.no_grad():
-            assert_same_bits(layer(x, ids, gates), expected[0])
+            assert_same_bits(layer(x, ids, gates), expected["out"])
     assert len(played) == 3, "with backward, backward and without, once each"
 
 
@@ -531,14 +524,7 @@ def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched)
     with launched():
         expected = step(layer, x, ids, gates, grad)
     found = []
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found += [step(layer, x, ids, gates, grad) for _ in range(3)]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(step(layer, x, ids, gates, grad))
+    graph, _ = capture(lambda: found.append(step(layer, x, ids, gates, grad)), 3)
     graph.replay()
     thread = threading.Thread(target=lambda: found.append(step(layer, x, ids, gates, grad)))
     thread.start()
@@ -590,7 +576,7 @@ def test_bits_of_launches_over_4_bits(
         layer.draw(device, seed)
         with launched():
             expected = layer.step("auto")
-        compare(layer.step("auto").values(), expected.values())
+        compare(layer.step("auto"), expected)
     assert len(played) == 2
 
 
@@ -615,7 +601,7 @@ def test_bits_of_launches_in_slices(
         with launched():
             expected = layer.step("auto")
         found = layer.step("auto")
-        compare(found.values(), expected.values())
+        compare(found, expected)
         stacks = (layer.module.gate_up_proj, layer.module.down_proj)
         for one in stacks:
             one.strategy = "selective"

@@ -9,8 +9,14 @@ import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
-from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
+from .._compare import (
+    assert_all_same_bits,
+    assert_same_bits,
+    assert_same_tensors,
+    capture,
+    relative_error,
+)
+from ._eager import LayerProblem, assert_graph_follows, assert_layer_close_to_eager, step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTINGS = ("random", "one", "no-ends", "sentinels", "all-sentinels")
@@ -57,12 +63,8 @@ def test_router_weights_of_any_dtype(moe, device, dtype, backend):
 
 
 def test_path_by_name(moe, device):
-    def named(layer, *inputs):
-        layer.backend = "triton"
-        return layer(*inputs)
-
     problem = LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)
-    assert_layer_close_to_eager(moe, device, problem, call=named)
+    assert_layer_close_to_eager(moe, device, problem, backend="triton")
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,15 +165,12 @@ def test_one_state_for_all_tokens(moe, device):
 def test_autocast(moe, device, weight_dtype):
     """float32 tokens under autocast: computed in bfloat16, as F.linear would, and returned so."""
     problem = LayerProblem(dtype=weight_dtype)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
     x = x.detach().float().requires_grad_()
-    ids = problem.ids(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = layer(x, ids, gates)
     assert out.dtype == torch.float32
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    found = gradients(out, leaves, grad.float())
+    (found,) = torch.autograd.grad(out, x, grad.float())
     narrow = problem.module(moe, device).to(torch.bfloat16)
     for name, parameter in layer.expert_lora.named_parameters():
         target, factor, _ = name.split(".", 2)
@@ -180,31 +179,23 @@ def test_autocast(moe, device, weight_dtype):
     expected = narrow(low, ids, gates)
     assert_same_bits(out, expected.float())
     (wanted,) = torch.autograd.grad(expected, low, grad.bfloat16())
-    assert_same_bits(found["x"], wanted.float())
+    assert_same_bits(found, wanted.float())
 
 
 def test_backward_under_autocast(moe, device):
     """The products of backward are those of forward: autocast has no say in them."""
-    problem = LayerProblem(dtype=torch.float32)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    ids = problem.ids(device)
-    expected = gradients(layer(x, ids, gates), leaves, grad)
+    layer, x, ids, gates, grad = LayerProblem().drawn(moe, device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    expected = torch.autograd.grad(layer(x, ids, gates), leaves, grad)
     out = layer(x, ids, gates)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = gradients(out, leaves, grad)
-    assert found.keys() == expected.keys() and len(found) > 3
-    for name, gradient in expected.items():
-        assert_same_bits(found[name], gradient)
+        assert_all_same_bits(torch.autograd.grad(out, leaves, grad), expected)
 
 
 def test_shapes_alone(moe):
     """On the meta device, where models are laid out before they have memory."""
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, torch.device("meta"))
-    x, gates, grad = problem.inputs(torch.device("meta"))
-    out = layer(x, problem.ids(torch.device("meta")), gates)
+    layer, x, ids, gates, grad = LayerProblem(bias=True).drawn(moe, torch.device("meta"))
+    out = layer(x, ids, gates)
     out.backward(grad)
     assert (out.device.type, out.shape) == ("meta", x.shape)
     assert layer.expert_lora["down"].lora_B["default"].weight.grad.shape == (24, 20)
@@ -278,60 +269,32 @@ def test_wrong_sizes(moe):
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph(moe, device):
-    """Routings differ in which experts get tokens, so a captured host decision would show."""
     problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    parameters = [p for p in layer.parameters() if p.requires_grad]
 
-    def step() -> tuple[torch.Tensor, ...]:
-        out = layer(x, ids, gates)
-        return out, *torch.autograd.grad(out, [x, gates, *parameters], grad)
+    def redraw(seed: int, routing: str) -> None:
+        for old, new in zip((x, gates, grad), problem.inputs(device, seed), strict=True):
+            old.copy_(new)
+        ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
 
-    graph, captured = capture(step, 3)
-    for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
-        other = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16, routing=routing)
-        new_x, new_gates, new_grad = other.inputs(device, seed)
-        with torch.no_grad():
-            for old, new in ((x, new_x), (gates, new_gates), (grad, new_grad)):
-                old.copy_(new)
-            ids.copy_(other.ids(device, seed))
-        graph.replay()
-        assert_all_same_bits(captured, step())
+    assert_graph_follows(lambda: step(layer, x, ids, gates, grad), redraw)
 
 
 @pytest.mark.gpu
-def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
+def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch, watch):
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
-    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    chosen, real = [], launches.sums_fit_beside
-
-    def step() -> tuple[torch.Tensor, ...]:
-        # Without its graph: a leaf's node of autograd would wait in the capture for this stream.
-        out = layer(x, ids, gates)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
-
-    def watched(*arguments) -> bool:
-        chosen.append(real(*arguments))
-        return chosen[-1]
-
+    drawn = problem.drawn(moe, device, "triton")
     with monkeypatch.context() as alone:
         alone.setattr(launches, "sums_fit_beside", lambda *_: False)
         alone.setattr(launches, "packing", lambda factors, *_: contextlib.nullcontext(factors))
-        expected = step()
-    monkeypatch.setattr(launches, "sums_fit_beside", watched)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = [step() for _ in range(3)]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(step())
+        expected = step(*drawn)
+    chosen = watch(launches, "sums_fit_beside", lambda fit, *_: fit)
+    found = []
+    graph, _ = capture(lambda: found.append(step(*drawn)), 3)
     graph.replay()
     for results in found:
-        assert_all_same_bits(results, expected)
+        assert_same_tensors(results, expected)
     assert chosen == [True] * 4
 
 
@@ -366,10 +329,9 @@ def test_compiled_by_inductor(moe, device, dtype):
     problem = LayerProblem(bias=True, routing="sentinels", dtype=dtype)
 
     def compiled(layer, *inputs):
-        layer.backend = "triton"
         return torch.compile(layer, fullgraph=True)(*inputs)
 
-    assert_layer_close_to_eager(moe, device, problem, call=compiled)
+    assert_layer_close_to_eager(moe, device, problem, call=compiled, backend="triton")
 
 
 @pytest.mark.gpu
@@ -383,18 +345,13 @@ def test_real_sizes(moe, device, sizes):
         torch.nn.init.normal_(projection.lora_B["default"].weight, std=0.01)
     problem = LayerProblem(512, top_k, experts, hidden, dtype=torch.bfloat16)
     x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    results = {}
-    for backend in ("triton", "triton", "reference"):
-        layer.backend = backend
-        out = layer(x, ids, gates)
-        found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-        if backend in results:
-            assert_all_same_bits(found, results[backend])
-        results[backend] = found
-    for ours, theirs in zip(results["triton"], results["reference"], strict=True):
-        assert relative_error(ours, theirs) < 2**-7  # two roundings to bfloat16 apart
+    drawn = (layer, x, problem.ids(device), gates, grad)
+    layer.backend = "triton"
+    found = step(*drawn)
+    assert_same_tensors(step(*drawn), found)
+    layer.backend = "reference"
+    for name, value in step(*drawn).items():
+        assert relative_error(found[name], value) < 2**-7, name  # two roundings to bfloat16 apart
 
 
 def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
@@ -456,18 +413,16 @@ def test_compiled_layer_follows_its_adapters(moe, device):
     "LoRA held as plain attributes stays behind when the module moves or is copied"
 )
 def test_moving_to_a_dtype_moves_lora_too(moe, device):
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, device).to(torch.bfloat16)
-    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    x, gates, _ = problem.inputs(device)
-    out = layer(x.bfloat16(), problem.ids(device), gates)
+    layer, x, ids, gates, _ = LayerProblem(bias=True).drawn(moe, device)
+    assert {p.dtype for p in layer.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+    out = layer(x.bfloat16(), ids, gates)
     assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
 
 
 @pytest.mark.sees_defect("LoRA held as plain attributes is in no state dict")
 def test_state_dict_names_and_round_trip(moe, device, tmp_path):
     problem = LayerProblem(bias=True, rank=3, rank_down=2)
-    layer = problem.module(moe, device)
+    layer, x, ids, gates, _ = problem.drawn(moe, device)
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     assert shapes == {
         "gate_up_proj": (5, 40, 24),
@@ -482,6 +437,4 @@ def test_state_dict_names_and_round_trip(moe, device, tmp_path):
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     other = problem.module(moe, device, seed=9)
     other.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
     assert_same_bits(other(x, ids, gates), layer(x, ids, gates))

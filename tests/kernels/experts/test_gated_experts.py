@@ -30,16 +30,10 @@ def called(submodule, monkeypatch, begun):
     return begun(submodule("moe.grouped_linear"), "gated_experts", "_op")
 
 
-def by_triton(layer, *inputs):
-    """One call of the layer on the path that has the op."""
-    layer.backend = "triton"
-    return layer(*inputs)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_error_against_float64(moe, device, called, problem):
-    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+    assert_layer_close_to_eager(moe, device, problem, backend="triton")
     assert called == ["gated_experts"]
 
 
@@ -163,7 +157,7 @@ def test_what_runs_beside_what(submodule, monkeypatch, begun, with_room):
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
     assert submodule("kernels.experts.tile_tables").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
-    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+    assert_layer_close_to_eager(moe, device, problem, backend="triton")
 
 
 def test_the_op_and_its_reference(moe, submodule, ops, device):
