@@ -43,9 +43,10 @@ def played(plans, monkeypatch):
 
 @pytest.fixture(scope="session")
 def run(moe):
-    """`run(problem, leaves, ids, grad, backend)`: a product, and what `gradients` gives of it."""
+    """`run(problem, leaves, ids, grad, ...)`: a product, and what `gradients` gives of it."""
 
-    def call(problem, leaves, ids, grad, backend="auto"):
-        return gradients(product(moe, problem, leaves, ids, backend=backend), leaves, grad)
+    def call(problem, leaves, ids, grad, backend="auto", weight=None):
+        y = product(moe, problem, leaves, ids, weight, backend=backend)
+        return gradients(y, leaves, grad)
 
     return call

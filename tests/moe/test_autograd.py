@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
@@ -229,48 +228,35 @@ def operands(problem, device, dtypes):
     ],
     ids=str,
 )
-def test_operands_are_cast(run, device, problem, dtypes):
+def test_operands_are_cast(run, product, device, problem, dtypes):
     """Bit for bit the product of operands in autocast's dtype; gradients in the parameters'."""
-    leaves = operands(problem, device, dtypes)
-    ids = problem.ids(device)
-    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
-    with torch.autocast(device.type, dtype=LOW):
-        found = run(problem, leaves, ids, grad)
-        linear = F.linear(leaves["x"], leaves["x"])
-    assert found["out"].dtype == linear.dtype == LOW
-    narrow = operands(problem, device, (LOW, LOW))
-    wanted = run(problem, narrow, ids, grad)
-    for name, value in wanted.items():
-        own = LOW if name == "out" else leaves[name].dtype
-        assert_same_bits(found[name], value.to(own))
+    leaves, narrow = operands(problem, device, dtypes), operands(problem, device, (LOW, LOW))
+    assert_cast(run, product, problem, leaves, narrow, problem.ids(device))
 
 
 @pytest.mark.parametrize("float_x", [LOW, torch.float32], ids=str)
-def test_four_bit_experts(opt, run, device, float_x):
+def test_four_bit_experts(moe, run, product, device, float_x):
     """x is cast, and the weight decoded to its dtype."""
     problem = Problem(33, bias=True, gates=True)
     leaves = operands(problem, device, (float_x, torch.float32))
-    stored = leaves["weight"].detach().transpose(1, 2).contiguous()
-    packed = opt.moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
-    ids = problem.ids(device)
-    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
-    with torch.autocast(device.type, dtype=LOW):
-        found = four_bit(opt, problem, leaves, packed, ids, grad)
-        inside = four_bit(opt, problem, leaves, packed, ids, grad, backward_inside=True)
-    narrow = {**leaves, **{k: leaves[k].detach().to(LOW) for k in ("x", "bias")}}
-    for name in ("x", "bias"):
-        narrow[name].requires_grad_()
-    wanted = four_bit(opt, problem, narrow, packed, ids, grad)
-    for name, value in wanted.items():
+    stored = leaves.pop("weight").detach().mT.contiguous()
+    packed = moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
+    narrow = operands(problem, device, (LOW, LOW))
+    leaves["weight"] = narrow["weight"] = None
+    assert_cast(run, product, problem, leaves, narrow, problem.ids(device), packed)
+
+
+def assert_cast(run, product, problem, leaves, narrow, ids, weight=None) -> None:
+    """Whether backward runs under autocast or after it."""
+    grad = torch.randn(problem.grad_shape(), device=ids.device).to(LOW)
+    with torch.autocast(ids.device.type, dtype=LOW):
+        inside = run(problem, leaves, ids, grad, weight=weight)
+        y = product(problem, leaves, ids, weight)
+    outside = gradients(y, leaves, grad)
+    for name, value in run(problem, narrow, ids, grad, weight=weight).items():
         own = LOW if name == "out" else leaves[name].dtype
-        assert_same_bits(found[name], value.to(own))
-        assert_same_bits(inside[name], value.to(own))
-
-
-def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
-    y = _eager.product(opt.moe, problem, leaves, ids, packed)
-    with torch.autocast(ids.device.type, enabled=backward_inside, dtype=LOW):
-        return gradients(y, {**leaves, "weight": None}, grad)
+        for found in (inside, outside):
+            assert_same_bits(found[name], value.to(own))
 
 
 def test_what_autocast_leaves_alone(moe, device):

@@ -16,20 +16,23 @@ from .._compare import (
     no_waits,
 )
 
-LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
+LAYERS, GPU_LAYERS = 5, 6
+SMALL, LARGE = (4, 64, 32, 2, 6), (32, 1024, 768, 4, 2048)  # experts, sizes, top k, tokens
 
 
 class Model(nn.Module):
-    """Residual layers of packed experts with LoRA."""
+    """Residual layers of packed experts, with LoRA unless they are large."""
 
-    def __init__(self, opt, device, layers: int = LAYERS, **options) -> None:
+    def __init__(self, opt, device, layers: int = LAYERS, large: bool = False, **options) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.routes = []
         self.layers = nn.ModuleList()
+        number, hidden, inner, top_k, tokens = LARGE if large else SMALL
         for _ in range(layers):
-            experts = opt.moe.Experts(EXPERTS, HIDDEN, INTERMEDIATE)
-            experts.add_adapter(r=4, alpha=8)
+            experts = opt.moe.Experts(number, hidden, inner, device=device)
+            if not large:
+                experts.add_adapter(r=4, alpha=8)
             for name, parameter in experts.expert_lora.named_parameters():
                 if "lora_B" in name:  # zero at first
                     nn.init.normal_(parameter, std=0.1)
@@ -38,8 +41,8 @@ class Model(nn.Module):
                 stack = opt.moe.QuantizedExperts.from_weight(weight, **options)
                 experts.add_module(name, stack)
             self.layers.append(experts)
-            ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K, -1).indices
-            self.routes.append((ids.to(device), torch.rand(TOKENS, TOP_K).to(device)))
+            ids = torch.randn(tokens, number).topk(top_k, -1).indices
+            self.routes.append((ids.to(device), torch.rand(tokens, top_k).to(device)))
         self.to(device)
 
     def forward(self, x: torch.Tensor, *, recompute: bool = False, reentrant: bool = False):
@@ -52,7 +55,8 @@ class Model(nn.Module):
 
 
 def batch(device) -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
+    _, hidden, _, _, tokens = SMALL
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(device)
 
 
 def step(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor]:
@@ -282,45 +286,9 @@ def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):
     assert opt.moe.ExpertOffload(model, device="cpu").is_on
 
 
-GPU_LAYERS = 6
-GPU_EXPERTS = 32
-GPU_HIDDEN = 1024
-GPU_INTERMEDIATE = 768
-GPU_TOP_K = 4
-GPU_TOKENS = 2048
-
-
-class ModelGpu(nn.Module):
-    """Residual layers of 4-bit experts; only the input is trained."""
-
-    def __init__(self, opt, device) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.opt = nn.ModuleList(), opt
-        for _ in range(GPU_LAYERS):
-            layer = nn.Module()
-            for name, shape in (
-                ("gate_up_proj", (GPU_EXPERTS, 2 * GPU_INTERMEDIATE, GPU_HIDDEN)),
-                ("down_proj", (GPU_EXPERTS, GPU_HIDDEN, GPU_INTERMEDIATE)),
-            ):
-                weight = torch.randn(shape, device=device) * 0.02
-                layer.add_module(name, opt.moe.QuantizedExperts.from_weight(weight))
-            self.layers.append(layer)
-        logits = torch.randn(GPU_TOKENS, GPU_EXPERTS, device=device)
-        self.gates, self.ids = logits.softmax(-1).topk(GPU_TOP_K, -1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layout = self.opt.moe.ExpertsLayout()
-        for layer in self.layers:
-            x = x + self.opt.moe.experts_forward(
-                x, self.ids, self.gates, layer.gate_up_proj, layer.down_proj, layout=layout
-            )
-        return x
-
-
 @pytest.fixture(scope="module")
 def model_gpu(opt, device):
-    return ModelGpu(opt, device)
+    return Model(opt, device, GPU_LAYERS, large=True)
 
 
 @pytest.fixture
@@ -330,15 +298,20 @@ def offload(opt, model_gpu):
     offload.turn_off()
 
 
-def step_gpu(model_gpu: ModelGpu, device) -> tuple[torch.Tensor, torch.Tensor]:
+def large_batch(device) -> torch.Tensor:
     torch.manual_seed(1)
-    x = torch.randn(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    _, hidden, _, _, tokens = LARGE
+    return torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+
+def step_gpu(model_gpu: Model, device) -> tuple[torch.Tensor, torch.Tensor]:
+    x = large_batch(device)
     out = model_gpu(x)
     out.backward(out.detach())
     return out.detach(), x.grad
 
 
-def layer_bytes(model_gpu: ModelGpu) -> int:
+def layer_bytes(model_gpu: Model) -> int:
     return sum(p.nbytes for p in model_gpu.layers[0].parameters())
 
 
@@ -381,7 +354,7 @@ def test_same_bits_however_far_the_host_runs_ahead(model_gpu, device, offload) -
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(model_gpu, device, offload) -> None:
     step_gpu(model_gpu, device)
-    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = large_batch(device)
     grad = torch.ones_like(x)
     with no_waits():
         model_gpu(x).backward(grad)
@@ -410,7 +383,7 @@ def test_copies_run_beside_the_products(model_gpu, device, offload) -> None:
 @pytest.mark.gpu
 def test_a_capture_is_refused(model_gpu, device, offload) -> None:
     step_gpu(model_gpu, device)
-    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16)
+    x = large_batch(device)
     with (
         torch.no_grad(),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
@@ -423,7 +396,7 @@ def test_a_capture_is_refused(model_gpu, device, offload) -> None:
 def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> None:
     """Built in host memory, offloaded to the device, its dense part moved there afterwards."""
     expected = step_gpu(model_gpu, device)
-    host = ModelGpu(opt, "cpu")
+    host = Model(opt, "cpu", GPU_LAYERS, large=True)
     host.load_state_dict(model_gpu.state_dict())
     with pytest.raises(ValueError, match=r'pass device="cuda"'):
         opt.moe.ExpertOffload(host)
@@ -432,7 +405,7 @@ def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> No
     before = torch.cuda.memory_allocated()
     opt.moe.ExpertOffload(host, device="cuda")
     host.to(device)
-    host.gates, host.ids = model_gpu.gates, model_gpu.ids
+    host.routes = model_gpu.routes
     slack = 1 << 20
     assert torch.cuda.max_memory_allocated() - before <= 2 * layer_bytes(model_gpu) + slack
     assert all(p.device.type == "cpu" and p.is_pinned() for p in host.parameters())

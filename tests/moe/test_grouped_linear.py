@@ -68,6 +68,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("problem", SHAPES, ids=str)
