@@ -54,7 +54,8 @@ class Model(nn.Module):
         return x
 
 
-def batch(device) -> torch.Tensor:
+@pytest.fixture
+def x(device) -> torch.Tensor:
     _, hidden, _, _, tokens = SMALL
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(device)
 
@@ -78,9 +79,8 @@ def model(opt, device):
     [{}, {"recompute": True}, {"recompute": True, "reentrant": True}],
     ids=["plain", "checkpoint", "reentrant"],
 )
-def test_training_is_the_same_to_the_bit(opt, device, model, options):
+def test_training_is_the_same_to_the_bit(opt, device, x, model, options):
     """Every layer gets its own experts, forward, recomputed and backward, in every step."""
-    x = batch(device)
     expected = step(model, x, **options)
     assert len(expected) == 2 + 4 * LAYERS
     offload = opt.moe.ExpertOffload(model)
@@ -89,10 +89,9 @@ def test_training_is_the_same_to_the_bit(opt, device, model, options):
         assert len(offload.resident) == 2
 
 
-def test_training_fetches_ahead_and_no_more_than_needed(opt, device, model):
+def test_training_fetches_ahead_and_no_more_than_needed(opt, device, x, model):
     """A step fetches all layers but two, forward and backward; after one step none is late."""
     offload = opt.moe.ExpertOffload(model)
-    x = batch(device)
     step(model, x)
     assert offload.waits == 1  # the very first layer
     assert set(offload.resident) == {"layers.0", "layers.1"}  # where the next step begins
@@ -103,9 +102,8 @@ def test_training_fetches_ahead_and_no_more_than_needed(opt, device, model):
         assert offload.waits == late
 
 
-def test_evaluation_starts_again_at_the_first_layer(opt, device, model):
+def test_evaluation_starts_again_at_the_first_layer(opt, device, x, model):
     offload = opt.moe.ExpertOffload(model)
-    x = batch(device)
     with torch.no_grad():
         model(x)
         model(x)  # learns what follows the last layer
@@ -115,9 +113,8 @@ def test_evaluation_starts_again_at_the_first_layer(opt, device, model):
     assert offload.transfers - before == 2 * LAYERS and offload.waits == late
 
 
-def test_a_wrong_guess_costs_a_copy_alone(opt, device, model):
+def test_a_wrong_guess_costs_a_copy_alone(opt, device, x, model):
     """Layers in another order, some twice, some left out."""
-    x = batch(device)
     order = [3, 1, 1, 4, 0, 3, 2, 4, 0]
 
     def run() -> torch.Tensor:
@@ -133,17 +130,16 @@ def test_a_wrong_guess_costs_a_copy_alone(opt, device, model):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_fits_is_fetched_once(opt, device, layers):
+def test_what_fits_is_fetched_once(opt, device, x, layers):
     model = Model(opt, device, layers)
-    expected = step(model, batch(device))
+    expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     for _ in range(2):
-        assert_same_tensors(step(model, batch(device)), expected)
+        assert_same_tensors(step(model, x), expected)
     assert offload.transfers == layers
 
 
-def test_on_and_off_at_any_time(opt, device, model):
-    x = batch(device)
+def test_on_and_off_at_any_time(opt, device, x, model):
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     for switch in (offload.turn_off, offload.turn_on, offload.turn_on, offload.turn_off):
@@ -161,23 +157,23 @@ def test_on_and_off_at_any_time(opt, device, model):
 @pytest.mark.parametrize(
     "options", ({}, {"nested": True}, {"quant_type": "mxfp4"}, {"quant_type": "fp8"}), ids=str
 )
-def test_state_dicts_travel_while_it_is_on(opt, device, options):
+def test_state_dicts_travel_while_it_is_on(opt, device, x, options):
     """Saved as without it, and what is loaded is used at once, on the device as well."""
     model, other = (Model(opt, device, 3, **options) for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
             if parameter.dtype == torch.uint8 and parameter.numel() > 512:
                 parameter.copy_(parameter.flip(0))
-    expected = step(other, batch(device))
+    expected = step(other, x)
     plain = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     offload = opt.moe.ExpertOffload(model)
     assert_same_tensors({n: v.cpu() for n, v in model.state_dict().items()}, plain)
     assert model.layers[0].down_proj.packed.device.type == "cpu"
-    step(model, batch(device))
+    step(model, x)
     model.load_state_dict(other.state_dict())
-    assert_same_tensors(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, x), expected)
     model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    assert_same_tensors(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, x), expected)
     host = {m.packed.untyped_storage().data_ptr() for m in offload._where}
     assert len(host) == 3  # still one piece of host memory per layer
 
@@ -191,11 +187,10 @@ def test_the_model_can_be_moved_around_it(opt, device, model):
     assert model.layers[0].gate_up_proj.device.type == torch.device(device).type
 
 
-def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, model):
+def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, x, model):
     """Which slot holds a layer changes from call to call, and no trace may depend on it."""
     from torch._dynamo.utils import counters
 
-    x = batch(device)
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     torch._dynamo.reset()
@@ -233,10 +228,9 @@ def test_errors_say_what_to_do(opt, device, model):
 
 @pytest.mark.parametrize("allocation", range(1, LAYERS + 3))
 def test_memory_that_runs_out_leaves_the_model_as_it_was(
-    opt, device, model, monkeypatch, allocation
+    opt, device, x, model, monkeypatch, allocation
 ):
     """In host memory for any of the layers, or on the device for either slot."""
-    x = batch(device)
     expected = step(model, x)
     allocate, sizes = torch.empty, []
 
@@ -259,8 +253,9 @@ def test_memory_that_runs_out_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("failing", [1, 2, 2 * LAYERS])
-def test_a_device_without_room_keeps_them_in_host_memory(opt, device, model, monkeypatch, failing):
-    x = batch(device)
+def test_a_device_without_room_keeps_them_in_host_memory(
+    opt, device, x, model, monkeypatch, failing
+):
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     short = torch.OutOfMemoryError("out of memory")

@@ -231,23 +231,11 @@ def test_arguments_of_experts_of_a_wrong_kind(moe, call, error, message):
 @pytest.fixture
 def layer(moe, device):
     """A layer with a second adapter on down alone; call() runs it."""
-    problem = LayerProblem(bias=True)
-    made = problem.module(moe, device)
+    made, *inputs, _ = LayerProblem(bias=True).drawn(moe, device)
     made.add_adapter("other", r=2, alpha=2, targets=("down",))
     torch.nn.init.normal_(made.expert_lora["down"].lora_B["other"].weight, std=0.3)
-    x, gates, _ = problem.inputs(device)
-    inputs = (x.detach(), problem.ids(device), gates.detach())
-    made.call = lambda: made(*inputs)
+    made.call = lambda: made(*inputs).detach()
     return made
-
-
-def without_lora(moe, device):
-    problem = LayerProblem(bias=True)
-    made = problem.module(moe, device)
-    for projection in made.expert_lora.values():
-        projection.delete_adapter("default")
-    x, gates, _ = problem.inputs(device)
-    return made(x, problem.ids(device), gates).detach()
 
 
 @pytest.mark.sees_defect(
@@ -255,7 +243,10 @@ def without_lora(moe, device):
 )
 def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
     """DPO and GRPO take their reference from it: bit for bit, and again after turning it on."""
-    base, trained = without_lora(moe, device), layer.call()
+    bare, *inputs, _ = LayerProblem(bias=True).drawn(moe, device)
+    for projection in bare.expert_lora.values():
+        projection.delete_adapter("default")
+    base, trained = bare(*inputs), layer.call()
     assert relative_error(trained, base) > 0.01
     with layer.expert_lora.disabled():
         assert_same_bits(layer.call(), base)
@@ -300,12 +291,8 @@ def test_a_merge_that_fails_half_way_changes_nothing(layer, submodule, monkeypat
 def test_merge_and_unload(moe, device, layer):
     expected = layer.call()
     layer.merge_and_unload()
-    assert set(layer.state_dict()) == {
-        "gate_up_proj",
-        "down_proj",
-        "gate_up_proj_bias",
-        "down_proj_bias",
-    }
+    names = ("gate_up_proj", "down_proj")
+    assert set(layer.state_dict()) == {*names, *(f"{name}_bias" for name in names)}
     assert relative_error(layer.call(), expected) < 1e-6
 
 
@@ -356,15 +343,13 @@ def test_selective_of_no_expert(moe):
     assert (a.shape, b.shape) == ((0, 6), (10, 0))
 
 
-@pytest.mark.parametrize("shapes", [((9, 6), (10, 9)), ((8, 6), (10, 4))])
-def test_selective_wrong_shapes(moe, shapes):
-    with pytest.raises(ValueError, match="lora_A"):
-        moe.selective_lora_weights(
-            torch.zeros(shapes[0]), torch.zeros(shapes[1]), torch.arange(2), 4
-        )
-    with pytest.raises(TypeError, match="active_experts must be a dense tensor"):
-        moe.selective_lora_weights(
-            torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2).to_sparse(), 4
-        )
-    with pytest.raises(ValueError, match="active_experts must have 1 dimensions"):
-        moe.selective_lora_weights(torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2)[None], 4)
+def test_selective_wrong_shapes(moe):
+    a, b, ids = torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2)
+    for error, arguments, message in (
+        (ValueError, (torch.zeros(9, 6), torch.zeros(10, 9), ids), "lora_A"),
+        (ValueError, (a, torch.zeros(10, 4), ids), "lora_A"),
+        (TypeError, (a, b, ids.to_sparse()), "active_experts must be a dense tensor"),
+        (ValueError, (a, b, ids[None]), "active_experts must have 1 dimensions"),
+    ):
+        with pytest.raises(error, match=message):
+            moe.selective_lora_weights(*arguments, 4)
