@@ -150,14 +150,20 @@ def test_ties_go_to_the_even_code_and_signs_stay(opt, device):
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
-def test_what_is_not_finite_makes_its_block_nan(opt, device, bad):
-    weight = torch.ones(2, 64, device=device)
-    weight[1, 40] = bad
-    packed, scales = opt.mxfp4_quantize(weight)
-    assert scales.tolist() == [[125, 125], [125, 255]]
+@pytest.mark.parametrize("name", ("mxfp4", "fp8"))
+def test_what_is_not_finite_makes_its_block_nan(opt, device, name, bad):
+    weight, block = torch.ones(256, 128, device=device), torch.zeros(256, 128, dtype=torch.bool)
+    weight[3, 40] = bad
+    block[(3, slice(32, 64)) if name == "mxfp4" else slice(128)] = True
+    quantize, dequant = (getattr(opt, f"{name}_{part}") for part in ("quantize", "dequant"))
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.mxfp4_dequant(packed, scales, zero, (2, 64))[0]
-    assert found[1, 32:].isnan().all() and (found[0] == 1).all() and (found[1, :32] == 1).all()
+    packed, scales = quantize(weight[None])
+    found = dequant(packed, scales, zero, (256, 128))[0].cpu()
+    assert found[block].isnan().all() and (found[~block] == 1).all()
+    if name == "mxfp4":
+        assert scales[0, 3].tolist() == [125, 255, 125, 125]
+    nothing = quantize(torch.zeros(1, 8, 32, device=device))
+    assert not dequant(*nothing, zero, (8, 32)).any()
 
 
 def test_chunks_and_strides_change_nothing(opt, submodule, monkeypatch, device):
@@ -165,8 +171,8 @@ def test_chunks_and_strides_change_nothing(opt, submodule, monkeypatch, device):
     expected = opt.mxfp4_quantize(weight.contiguous())
     monkeypatch.setattr(submodule("kernels.quant.codec"), "CHUNK", 96)
     assert_all_same_bits(opt.mxfp4_quantize(weight), expected)
-    zeros = opt.mxfp4_quantize(torch.zeros(1, 32, device=device))
-    assert not zeros[0].any() and not zeros[1].any()
+    for zeros in opt.mxfp4_quantize(torch.zeros(1, 32, device=device)):
+        assert not zeros.any()
 
 
 DECODED = {
@@ -304,18 +310,6 @@ def test_blocks_cover_odd_sizes(opt, submodule, ops, device, block, path):
     allowed = (weight.abs() / 16).clamp(min=float(weight.abs().max()) / 448 * 2**-10)
     error = (opt.fp8_dequant(packed, scales, ids[:1], (150, 200), block).float() - weight[2]).abs()
     assert (error <= 1.01 * allowed[2] + weight[2].abs() / 256).all()
-
-
-@pytest.mark.parametrize("bad", (math.nan, math.inf))
-def test_what_is_not_finite_makes_its_fp8_block_nan(opt, device, bad):
-    weight = torch.ones(1, 256, 128, device=device)
-    weight[0, 3, 5] = bad
-    packed, scales = opt.fp8_quantize(weight)
-    ids = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.fp8_dequant(packed, scales, ids, (256, 128))[0]
-    assert found[:128].isnan().all() and (found[128:] == 1).all()
-    nothing = opt.fp8_quantize(torch.zeros(1, 8, 32, device=device))
-    assert not opt.fp8_dequant(*nothing, ids, (8, 32)).any()
 
 
 def test_a_block_larger_than_its_sides(opt):
