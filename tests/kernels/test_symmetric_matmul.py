@@ -23,12 +23,9 @@ def multiply(module, dispatch):
     def call(path: str, **arguments) -> torch.Tensor:
         if path == "public":
             return module.symmetric_matmul(**arguments)
-        before = dispatch.path_name
-        dispatch.path_name = lambda op, device: path
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "path_name", lambda op, device: path)
             return module.symmetric_matmul(**arguments)
-        finally:
-            dispatch.path_name = before
 
     return call
 

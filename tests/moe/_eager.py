@@ -386,6 +386,18 @@ def step(layer, x: Tensor, ids: Tensor, gates: Tensor, grad: Tensor) -> dict[str
     return gradients(layer(x, ids, gates), leaves, grad)
 
 
+def kept_for_backward(run) -> list[Tensor]:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return kept
+
+
 def in_float64(leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {
         name: leaf if leaf is None else leaf.detach().double().requires_grad_(leaf.requires_grad)

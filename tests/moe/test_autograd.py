@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from . import _eager
-from ._eager import NAMES, LayerProblem, Problem, gradients
+from ._eager import NAMES, LayerProblem, Problem, gradients, kept_for_backward
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
 PATHS = ("auto", "triton")
@@ -83,14 +83,7 @@ def test_what_is_saved(product, device):
     problem = dataclasses.replace(FULL, grouped_in=True)
     leaves, ids = problem.inputs(device), problem.ids(device)
     leaves["weight"].requires_grad_(False)
-    saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        product(problem, leaves, ids)
+    saved = kept_for_backward(lambda: product(problem, leaves, ids))
     own = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
     extra = [x for x in saved if x.untyped_storage().data_ptr() not in own]
     rows = problem.tokens * problem.top_k

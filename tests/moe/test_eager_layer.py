@@ -19,7 +19,17 @@ from .._compare import (
     capture,
     relative_error,
 )
-from ._eager import LayerProblem, PackedLayer, PackedProblem, compare, gradients, step, together
+from ._eager import (
+    LayerProblem,
+    PackedLayer,
+    PackedProblem,
+    compare,
+    gradients,
+    kept_for_backward,
+    step,
+    together,
+)
+from .test_experts import REFUSED
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -219,16 +229,11 @@ def test_a_parameter_that_a_transform_left_behind_is_left_to_the_ops(
 
 
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
-    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
-    for error, arguments, message in (
-        (ValueError, (x[:, 1:], ids, gates), "hidden_states must be"),
-        (TypeError, (x, ids.float(), gates), "expert_ids must have dtype"),
-        (ValueError, (x, ids, gates[:, :1]), "top_k_index and top_k_weights"),
-        (TypeError, (x.half(), ids, gates), "weight must have dtype"),
-    ):
-        with pytest.raises(error, match=message):
-            layer(*arguments)
+    for change, message in REFUSED.values():
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer(*change(x, ids, gates))
     with pytest.raises(ValueError, match="computes no float64"):
         layer.double()(x.double(), ids, gates)
 
@@ -318,19 +323,15 @@ def test_all_that_a_forward_keeps_is_one_tensor(
 
     monkeypatch.setattr(place, "replayed", joined)
     layer, x, ids, gates, grad = PROBLEMS[problem].drawn(moe, device, "triton")
-    leaves, saved = {"x": x, "gates": gates, **dict(layer.named_parameters())}, []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
 
     def run() -> dict:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = layer(x, ids, gates)
+        out = layer(x, ids, gates)
         if forgets:
             place._kept.clear()
         return gradients(out, leaves, grad)
 
+    saved = kept_for_backward(lambda: layer(x, ids, gates))
     found = run()
     assert not refused, "both directions can be recorded"
     own = {one.data_ptr() for one in leaves.values()}

@@ -16,7 +16,13 @@ from .._compare import (
     capture,
     relative_error,
 )
-from ._eager import LayerProblem, assert_graph_follows, assert_layer_close_to_eager, step
+from ._eager import (
+    LayerProblem,
+    assert_graph_follows,
+    assert_layer_close_to_eager,
+    kept_for_backward,
+    step,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTINGS = ("random", "one", "no-ends", "sentinels", "all-sentinels")
@@ -34,16 +40,22 @@ PROBLEMS = (
     LayerProblem(gated=False, activation="relu2", intermediate=17),
     LayerProblem(activation="gelu", top_k=1, experts=3, rank=1),
 )
+# Of 96 tokens, so that no gradient's error is drawn by lot.
+BY_PATH = [
+    (dataclasses.replace(problem, dtype=dtype, tokens=96), "auto")
+    for problem in PROBLEMS
+    for dtype in DTYPES
+]
+BY_PATH.append((LayerProblem(20, hidden=16, routing="sentinels", **GPT_OSS), "triton"))
 
 
 @pytest.mark.sees_defect("LoRA on one projection, with experts that have no rows")
 @pytest.mark.sees_defect("LoRA must be on both projections")
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_error_against_float64(moe, device, problem, dtype):
-    """LoRA in float32 over any dtype; of 96 tokens, so that no gradient's error is drawn by lot."""
-    assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
+@pytest.mark.parametrize(("problem", "backend"), BY_PATH, ids=str)
+def test_error_against_float64(moe, device, problem, backend):
+    """LoRA in float32 over any dtype."""
+    assert_layer_close_to_eager(moe, device, problem, backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -60,11 +72,6 @@ def test_router_weights_of_any_dtype(moe, device, dtype, backend):
     assert_same_bits(same_y, y)
     assert narrow.dtype == dtype
     torch.testing.assert_close(narrow.float(), dgates.to(dtype).float(), rtol=1e-2, atol=1e-3)
-
-
-def test_path_by_name(moe, device):
-    problem = LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)
-    assert_layer_close_to_eager(moe, device, problem, backend="triton")
 
 
 @settings(max_examples=40, deadline=None)
@@ -358,14 +365,7 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     """Of the weights only themselves, and never the (T k, H) output, which no gradient needs."""
     problem = LayerProblem(tokens=50, hidden=240, intermediate=20, bias=True)
     layer, x, ids, gates, _ = problem.drawn(moe, device)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, ids, gates)
+    kept = kept_for_backward(lambda: layer(x, ids, gates))
     own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), x, gates)}
     rest = [t for t in kept if t.untyped_storage().data_ptr() not in own]
     assert len(kept) > len(rest) > 0

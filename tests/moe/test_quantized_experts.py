@@ -154,12 +154,10 @@ def test_from_a_record_without_a_copy(opt, options):
     assert not torch.equal(again.decode(), module.decode())
 
 
-def test_a_record_is_checked_again_when_it_is_another_one(opt, submodule, monkeypatch):
+def test_a_record_is_checked_again_when_it_is_another_one(opt, submodule, begun):
     """What was checked once costs a layer nothing; another tensor, size or strategy is seen."""
     packed = opt.moe.QuantizedExperts.from_weight(torch.randn(2, 64, 64))
-    kind, seen = submodule("kernels.quant.formats").Blockwise4Bit, []
-    check = kind.check
-    monkeypatch.setattr(kind, "check", lambda *given: [seen.append(1), check(*given)][1])
+    seen = begun(submodule("kernels.quant.formats").Blockwise4Bit, "check")
     first = packed.quantized_weight()
     seen.clear()
     again = packed.quantized_weight()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from ._eager import Problem, assert_graph_follows, eager, gradients, product
+from ._eager import Problem, assert_graph_follows, eager, gradients, kept_for_backward, product
 
 STRATEGIES = ("chunked", "selective")
 SHAPES = (
@@ -176,11 +176,8 @@ def test_narrow_dtypes_within_the_budget_of_dequantize_then_eager(
 
 def test_only_packed_bytes_are_kept_for_backward(opt, device):
     problem = Problem(16, experts=4, k=64, n=96, gates=True, dtype=torch.bfloat16)
-    case, kept = Case(opt, device, problem), []
-    keep = lambda tensor: [kept.append(tensor), tensor][1]  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        case.product()
-    assert kept
+    case = Case(opt, device, problem)
+    kept = kept_for_backward(case.product)
     assert max(tensor.numel() for tensor in kept) < case.dense.numel() // 4
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..._compare import assert_error_at_most, assert_same_bits
 from ...conftest import module_fixture
-from ...moe._eager import LayerProblem, assert_layer_close_to_eager
+from ...moe._eager import LayerProblem, assert_layer_close_to_eager, step
 from .test_grouped_lora import RANK, TOP_K, N, operands
 
 moe = module_fixture("moe")
@@ -89,11 +89,10 @@ def with_room(moe, submodule, device, monkeypatch):
     def run(made: list, **sizes) -> list[list]:
         problem = LayerProblem(experts=3, hidden=16, intermediate=8, rank=2, rank_down=2, **sizes)
         layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-        leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
         found, seen = [], []
         for room in (0, 10**9):
             monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
-            found.append(torch.autograd.grad(layer(x, ids, gates), leaves, grad))
+            found.append(step(layer, x, ids, gates, grad).values())
             seen.append(made.copy())
             made.clear()
         for one, other in zip(*found, strict=True):
@@ -224,16 +223,15 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch, watch):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
+def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, watch, interleaved):
     """The second tile of columns in a launch of its own, with its part of the packed factor."""
     launch = submodule("kernels.experts.grouped_launch_triton")
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
     layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
-    gated, made = submodule("kernels.experts.gated_launch_triton"), []
-    real = gated.column_pieces
-    monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
+    gated = submodule("kernels.experts.gated_launch_triton")
+    made = watch(gated, "column_pieces", lambda pieces, *_: pieces)
     found = []
     for limit in (1.5, 1 / 2, 1 / 8):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
