@@ -365,16 +365,6 @@ def test_big_matrices_are_exact(module, device, side, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", (1, 2, 37, 300))
-def test_any_batch(module, device, batch, dtype):
-    arguments = Problem((batch,), 193, 129, diag=2.0).operands(dtype, device)
-    assert torch.equal(module.symmetric_matmul(**arguments), exact(arguments, dtype))
-    A = torch.randn(batch, 193, 129, device=device).to(dtype)
-    assert_same_bits(module.symmetric_matmul(A[-1]), module.symmetric_matmul(A)[-1])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("powers", ((0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (0, 2)), ids=str)
 def test_powers_of_the_scale(module, device, powers, dtype):
     """As if alpha and beta were numbers of their own for every matrix; exact, in both families."""

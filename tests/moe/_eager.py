@@ -149,33 +149,33 @@ def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **opti
     return given | options
 
 
+def lora_product(x, weight, a, b, bias, scaling: float) -> Tensor:
+    """Of one expert: float64 forms W + s B A, a narrow dtype two small products."""
+    if a is None:
+        y = x @ weight
+    elif x.dtype == torch.float64:
+        y = x @ (weight + scaling * (a.mT @ b.mT))
+    else:
+        y = x @ weight + scaling * ((x @ a.mT) @ b.mT)
+    return y if bias is None else y + bias
+
+
 def eager(problem: Problem, leaves: dict, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Expert by expert in `dtype`: float64 forms W + s B A, a narrow one two small products."""
+    """Expert by expert in `dtype`."""
     seen = problem.views(leaves)
     op = {name: None if value is None else value.to(dtype) for name, value in seen.items()}
     flat = ids.reshape(-1)
     key = torch.where((flat >= 0) & (flat < problem.experts), flat, problem.experts)
     slots = torch.argsort(key, stable=True)
-    pieces = []
-    for expert in range(problem.experts + 1):
-        mine = slots[key[slots] == expert]
-        if expert == problem.experts:
-            pieces.append(op["x"].new_zeros((mine.numel(), problem.n)))
-            break
-        first = int((key < expert).sum())
-        in_order = slice(first, first + mine.numel())
-        x = op["x"][in_order] if problem.grouped_in else op["x"][mine // problem.top_k]
-        weight = op["weight"][expert]
-        if problem.rank is None:
-            y = x @ weight
-        elif dtype == torch.float64:
-            delta = op["lora_a"][expert].mT @ op["lora_b"][expert].mT
-            y = x @ (weight + problem.scaling * delta)
-        else:
-            low = x @ op["lora_a"][expert].mT
-            y = x @ weight + problem.scaling * (low @ op["lora_b"][expert].mT)
-        pieces.append(y if op["bias"] is None else y + op["bias"][expert])
-    grouped = torch.cat(pieces)
+    counts = torch.bincount(key, minlength=problem.experts + 1).tolist()
+    x = op["x"] if problem.grouped_in else op["x"][slots // problem.top_k]
+    *rows, invalid = x.split(counts)
+    operands = [op[name] for name in ("weight", "lora_a", "lora_b", "bias")]
+    pieces = [
+        lora_product(mine, *(x if x is None else x[e] for x in operands), problem.scaling)
+        for e, mine in enumerate(rows)
+    ]
+    grouped = torch.cat([*pieces, invalid.new_zeros((len(invalid), problem.n))])
     if problem.grouped_out:
         return grouped
     y = grouped[torch.argsort(slots)]
@@ -317,13 +317,6 @@ class PackedLayer:
         return gradients(self.forward(backend), self.leaves, self.grad)
 
 
-def _split(problem: LayerProblem, wide: Tensor) -> tuple[Tensor, Tensor]:
-    if problem.interleaved:
-        return wide[:, 0::2], wide[:, 1::2]
-    half = wide.shape[1] // 2
-    return wide[:, :half], wide[:, half:]
-
-
 def eager_activation(problem: LayerProblem, wide: Tensor) -> Tensor:
     """The activation from its definition, in wide's dtype."""
     functions = {
@@ -335,7 +328,7 @@ def eager_activation(problem: LayerProblem, wide: Tensor) -> Tensor:
     }
     if not problem.gated:
         return functions[problem.activation](wide)
-    gate, up = _split(problem, wide)
+    gate, up = (wide[:, 0::2], wide[:, 1::2]) if problem.interleaved else wide.chunk(2, 1)
     if problem.activation == "gpt_oss":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
@@ -349,20 +342,17 @@ def eager_layer(
     op = {name: value.to(dtype) for name, value in leaves.items()}
 
     def project(x: Tensor, target: str, expert: int) -> Tensor:
-        weight = op[f"{target}_proj"][expert]
-        weight = weight.mT if problem.transposed else weight  # (out, in)
-        bias = op.get(f"{target}_proj_bias")
-        bias = 0 if bias is None else bias[expert]
+        weight, bias = op[f"{target}_proj"][expert], op.get(f"{target}_proj_bias")
+        weight = weight if problem.transposed else weight.mT  # (in, out)
+        bias = None if bias is None else bias[expert]
         rank = problem.rank if target == "gate_up" else problem.rank_down
         if rank is None:
-            return x @ weight.mT + bias
+            return lora_product(x, weight, None, None, bias, 0.0)
         a = op[LORA.format(target, "A")][expert * rank : (expert + 1) * rank]
         stored = op[LORA.format(target, "B")]
         b = stored.reshape(stored.shape[0], rank, problem.experts)[:, :, expert]
         scaling = 2 * rank / (rank**0.5 if problem.rslora else rank)
-        if dtype == torch.float64:
-            return x @ (weight + scaling * (b @ a)).mT + bias
-        return x @ weight.mT + scaling * ((x @ a.mT) @ b.mT) + bias
+        return lora_product(x, weight, a, b, bias, scaling)
 
     out = torch.zeros_like(op["x"])
     for expert in range(problem.experts):

@@ -1,5 +1,6 @@
 """The layer as one autograd node: operands' order and gradients, launches played again."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -56,10 +57,11 @@ def taken(submodule, monkeypatch, watch):
 def by_ops(submodule):
     """A context in which the layer calls its ops, as torch.compile has it."""
 
-    def without() -> pytest.MonkeyPatch:
-        patch = pytest.MonkeyPatch()
-        patch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-        return patch
+    @contextlib.contextmanager
+    def without():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+            yield
 
     return without
 
@@ -68,11 +70,8 @@ def compared(by_ops, taken, run) -> None:
     """`run()` gives tensors by name: alike with the node and with the ops."""
     found = run()
     assert taken == [1]
-    patch = by_ops()
-    try:
+    with by_ops():
         expected = run()
-    finally:
-        patch.undo()
     assert taken == [1]
     compare(found, expected)
 
@@ -337,11 +336,8 @@ def test_all_that_a_forward_keeps_is_one_tensor(
     own = {one.data_ptr() for one in leaves.values()}
     (kept,) = (one for one in saved if one.data_ptr() not in own)
     assert kept.dtype == torch.uint8 and kept.ndim == 1
-    patch = by_ops()
-    try:
+    with by_ops():
         expected = run()
-    finally:
-        patch.undo()
     assert_same_tensors(found, expected)
     if forgets:
         monkeypatch.setattr(place, "prepare", lambda *_: None)
