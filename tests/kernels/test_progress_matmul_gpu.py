@@ -9,7 +9,7 @@ import torch
 
 from .._compare import capture, no_waits
 from ..conftest import module_fixture
-from ._products import Problem, exact, laid_out
+from ._products import Problem, exact, relaid
 from .test_sm90_gpu import Framed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -28,8 +28,8 @@ SHAPES = (
 
 def operands(m, k, n, dtype, device, *, by_columns=False):
     given = Problem((), m, k, n).operands(dtype, device)
-    b_lies = "transposed-padded" if by_columns else "padded"
-    return laid_out(given["A"], "padded"), laid_out(given["B"], b_lies), exact(given, dtype)
+    laid = relaid(given, A="padded", B="transposed-padded" if by_columns else "padded")
+    return laid["A"], laid["B"], exact(given, dtype)
 
 
 @pytest.fixture
