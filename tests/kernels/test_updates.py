@@ -193,15 +193,9 @@ def test_second_moments_keep_small_values(kernels, device, beta2, axis, dtype):
     if axis == -2:
         updates, second = updates.mT.contiguous(), second.mT.contiguous()
     updates, second = updates.to(device, dtype), second.to(device, dtype)
-    kernels.apply_update(
-        [torch.zeros_like(updates)],
-        [updates],
-        lr=0.0,
-        factors=[1.0],
-        weight_decay=0.0,
-        second_moments=[second],
-        beta2=beta2,
-    )
+    options = {"lr": 0.0, "factors": [1.0], "weight_decay": 0.0, "beta2": beta2}
+    params = [torch.zeros_like(updates)]
+    kernels.apply_update(params, [updates], second_moments=[second], **options)
     expected = exact(old, given.double().square() / 2, beta2)
     found = second.flatten().cpu().double()
     assert ((found - expected).abs() <= (ROUNDINGS + 2 * 2.0**-24) * expected).all()

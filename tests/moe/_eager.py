@@ -74,13 +74,9 @@ class Problem:
 
         rows = self.tokens * self.top_k if self.grouped_in else self.tokens
         weight_shape = (self.n, self.k) if self.peft else (self.k, self.n)
-        leaves = {
+        leaves = dict.fromkeys(NAMES) | {
             "x": normal(rows, self.k, dtype=self.dtype),
             "weight": normal(self.experts, *weight_shape, dtype=self.dtype, std=self.k**-0.5),
-            "lora_a": None,
-            "lora_b": None,
-            "bias": None,
-            "gates": None,
         }
         if self.rank is not None:
             narrow = {"dtype": self.lora_dtype, "std": 0.3}
@@ -111,20 +107,10 @@ class Problem:
 def product(moe, problem: Problem, leaves: dict, ids: Tensor, weight=None, **options) -> Tensor:
     """`grouped_lora_linear` of a problem with its graph, perhaps over another weight."""
     sort_backend = "triton" if options.get("backend") == "triton" else "auto"
-    seen = problem.views(leaves)
-    return moe.grouped_lora_linear(
-        seen["x"],
-        seen["weight"] if weight is None else weight,
-        moe.expert_sort(ids, problem.experts, backend=sort_backend),
-        seen["lora_a"],
-        seen["lora_b"],
-        scaling=problem.scaling,
-        bias=seen["bias"],
-        gates=seen["gates"],
-        grouped_in=problem.grouped_in,
-        grouped_out=problem.grouped_out,
-        **options,
-    )
+    order = moe.expert_sort(ids, problem.experts, backend=sort_backend)
+    seen = problem.views(leaves) | ({} if weight is None else {"weight": weight})
+    options |= {"grouped_in": problem.grouped_in, "grouped_out": problem.grouped_out}
+    return moe.grouped_lora_linear(order=order, scaling=problem.scaling, **seen, **options)
 
 
 def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **options) -> dict:
@@ -220,15 +206,8 @@ class LayerProblem:
     def module(self, moe, device: torch.device, seed: int = 0):
         """`moe.Experts` with adapters named default, every number random."""
         layout = moe.ExpertsLayout(self.activation, self.transposed, self.interleaved, self.gated)
-        layer = moe.Experts(
-            self.experts,
-            self.hidden,
-            self.intermediate,
-            layout=layout,
-            bias=self.bias,
-            device=device,
-            dtype=self.dtype,
-        )
+        sizes, new = (self.experts, self.hidden, self.intermediate), {"dtype": self.dtype}
+        layer = moe.Experts(*sizes, layout=layout, bias=self.bias, device=device, **new)
         options = {"rslora": self.rslora, "dtype": self.lora_dtype, "train_base": self.train_base}
         for target, rank in (("gate_up", self.rank), ("down", self.rank_down)):
             if rank is not None:

@@ -171,22 +171,12 @@ def test_stacks_above_two_to_the_31_elements(moe, device, path):
         """x with its first dimension far apart: the last expert lies behind 2^31 elements."""
         step = far // (x.shape[0] - 1)
         view = pool.as_strided(x.shape, (step, *x.stride()[1:]), at)
-        return view.copy_(x.detach())
+        return view.copy_(x)
 
-    def run(operands):
-        return moe.grouped_lora_linear(
-            operands["x"],
-            operands["weight"],
-            order,
-            operands["lora_a"],
-            operands["lora_b"],
-            backend=path,
-        )
-
-    names = ("x", "weight", "lora_a", "lora_b")
-    expected = run({name: leaves[name].detach() for name in names})
-    actual = run({name: spread(leaves[name], 1000 * i) for i, name in enumerate(names)})
-    assert_same_bits(actual, expected)
+    plain = {name: leaves[name].detach() for name in NAMES[:4]}
+    apart = {name: spread(x, 1000 * i) for i, (name, x) in enumerate(plain.items())}
+    run = functools.partial(moe.grouped_lora_linear, order=order, backend=path)
+    assert_same_bits(run(**apart), run(**plain))
 
 
 LOW = torch.bfloat16

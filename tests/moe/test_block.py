@@ -85,17 +85,9 @@ def test_group_top_k(moe, groups, size, data, norm, score, seed):
     expected = [
         group_oracle(row, bias.tolist(), top_k, groups, kept, norm, 2.5) for row in scores.tolist()
     ]
-    index, weights = moe.group_top_k(
-        logits,
-        top_k,
-        score=score,
-        correction_bias=bias,
-        n_group=groups,
-        topk_group=kept,
-        norm_topk_prob=norm,
-        routed_scaling_factor=2.5,
-    )
-    assert_routes(index, weights, expected)
+    options = {"score": score, "n_group": groups, "topk_group": kept, "norm_topk_prob": norm}
+    options |= {"correction_bias": bias, "routed_scaling_factor": 2.5}
+    assert_routes(*moe.group_top_k(logits, top_k, **options), expected)
 
 
 def test_a_dropped_group_counts_as_zero_not_as_minus_infinity(moe):

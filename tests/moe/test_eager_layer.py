@@ -30,7 +30,7 @@ from ._eager import (
     step,
     together,
 )
-from .test_experts import REFUSED
+from .test_experts import GPT_OSS, REFUSED
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -39,9 +39,7 @@ PROBLEMS = [
     LayerProblem(**SMALL, rank=None, rank_down=3, lora_dtype=torch.float16, dtype=torch.float16),
     LayerProblem(**SMALL, rank=None, rank_down=None, train_base=True),
     LayerProblem(**SMALL, bias=True, train_base=True, routing="sentinels"),
-    LayerProblem(
-        **SMALL, activation="gpt_oss", transposed=True, interleaved=True, bias=True, train_base=True
-    ),
+    LayerProblem(**SMALL, **GPT_OSS, train_base=True),
 ]
 
 
@@ -230,7 +228,7 @@ def test_a_parameter_that_a_transform_left_behind_is_left_to_the_ops(
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
     layer, x, ids, gates, _ = LayerProblem().drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
-    for change, message in REFUSED.values():
+    for change, message in REFUSED:
         with pytest.raises((TypeError, ValueError), match=message):
             layer(*change(x, ids, gates))
     with pytest.raises(ValueError, match="computes no float64"):
@@ -425,14 +423,7 @@ PLAYED = [
     LayerProblem(**LARGE, dtype=torch.bfloat16, rank=None, rank_down=None),
     LayerProblem(**LARGE, dtype=torch.bfloat16, train_base=True, bias=True),
     LayerProblem(**LARGE, dtype=torch.bfloat16, routing="sentinels"),
-    LayerProblem(
-        **LARGE,
-        dtype=torch.bfloat16,
-        activation="gpt_oss",
-        transposed=True,
-        interleaved=True,
-        bias=True,
-    ),
+    LayerProblem(**LARGE, **GPT_OSS, dtype=torch.bfloat16),
     LayerProblem(dtype=torch.float32),
     LayerProblem(tokens=1, dtype=torch.bfloat16),
 ]
