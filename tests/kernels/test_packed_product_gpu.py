@@ -6,7 +6,6 @@ lies between NaN, which must stay.
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 import torch
@@ -360,18 +359,14 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
     ids = torch.arange(3, device=device)
     dense = opt.nf4_dequant(packed, absmax, ids, stored[1:], 64, torch.bfloat16).double()
     dense = dense.mT if along else dense
-    ends = (0, 250, 610, 900)
-    offsets, slots = torch.tensor(ends, device=device), torch.arange(900, device=device)
+    offsets = torch.tensor((0, 250, 610, 900), device=device)
+    slots = torch.arange(900, device=device)
     x = torch.randn(900, dense.shape[1], device=device).bfloat16()
     stack = (packed, absmax, codebook, stored, 64)
     place = {"along": along, "fan": 0, "grouped_out": True}
     out = module.packed_product(x, *stack, slots, offsets, **place)
-    exact = torch.cat(
-        [
-            x[slice(*p)].double() @ dense[e]
-            for e, p in enumerate(itertools.pairwise((0, 250, 610, 900)))
-        ]
-    )
+    parts = x.double().split((250, 360, 290))
+    exact = torch.cat([part @ weight for part, weight in zip(parts, dense, strict=True)])
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
 
 
@@ -469,16 +464,15 @@ def test_ends_of_the_scales(module, device, scale, along):
     a = {"packed": packed, "absmax": scales.view(-1), "codebook": None, "stored": stored}
     out = module.packed_product(eye, **a, blocksize=32, kind="mxfp4", **place)
     out = out.mT if along else out  # (N, K)
-    others = torch.ones_like(out, dtype=torch.bool)
+    block, met = out[5, 32:64], [5, slice(32, 64)]
     if scale == 255:  # zeros of the unit matrix meet it, too
-        others[slice(5, 6) if along else slice(None), slice(None) if along else slice(32, 64)] = (
-            False
-        )
-        assert out[5, 32:64].isnan().all() and (out[others] == 1).all()
+        met[1 if along else 0] = slice(None)
+        assert block.isnan().all()
     else:
-        others[5, 32:64] = False
-        assert (out[5, 32:64].double() == 2.0 ** (scale - 127)).all()
-        assert (out[others] == 1).all()
+        assert (block.double() == 2.0 ** (scale - 127)).all()
+    others = torch.ones_like(out, dtype=torch.bool)
+    others[tuple(met)] = False
+    assert (out[others] == 1).all()
 
 
 @pytest.mark.parametrize("backend", ("compiled", "auto", "triton"))
