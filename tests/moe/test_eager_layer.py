@@ -188,40 +188,28 @@ def test_what_is_left_to_the_ops(moe, device, taken) -> None:
         dx.sum().backward()
 
 
-def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken) -> None:
-    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
-    left = []
-    torch.func.grad(lambda t: (left.append(t), t.sum())[1])(x.detach())
-    expected = layer(x.detach(), ids, gates).detach()
-    taken.clear()
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            assert_same_bits(layer(left[0], ids, gates).detach(), expected)
-    assert not taken
-
-
-@pytest.mark.parametrize("place", ["factor", "bias"])
-def test_a_parameter_that_a_transform_left_behind_is_left_to_the_ops(
-    moe, device, taken, place
-) -> None:
+@pytest.mark.parametrize("place", ["x", "factor", "bias"])
+def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken, place) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     experts, outputs, inputs = layer.gate_up_proj.shape
-    a, b = (torch.randn(experts, *s, device=device) for s in ((3, inputs), (outputs, 3)))
-    given, left = {"factor": a, "bias": torch.randn(experts, outputs, device=device)}, []
+    a, b, bias = (
+        torch.randn(experts, *s, device=device) for s in ((3, inputs), (outputs, 3), (outputs,))
+    )
+    given, left = {"x": x.detach(), "factor": a, "bias": bias}, []
     torch.func.grad(lambda t: (left.append(t), t.sum())[1])(given[place])
 
     def call(**changed) -> torch.Tensor:
         used = given | changed
         lora = moe.ExpertsLora(moe.LoraFactors(used["factor"], b, 0.5), None)
         options = {"lora": lora, "layout": layer.layout, "backend": "triton"}
-        weights = (layer.gate_up_proj, layer.down_proj)
-        return moe.experts_forward(
-            x.detach(), ids, gates.detach(), *weights, gate_up_bias=used["bias"], **options
-        ).detach()
+        tensors = (used["x"], ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
+        return moe.experts_forward(*tensors, gate_up_bias=used["bias"], **options).detach()
 
     expected = call()
     assert taken.pop()
-    assert_same_bits(call(**{place: left[0]}), expected)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert_same_bits(call(**{place: left[0]}), expected)
     assert not taken
 
 

@@ -304,18 +304,6 @@ def test_a_step_allocates_a_fraction_of_the_weights(moe, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_by_inductor(moe, device, dtype):
-    torch._dynamo.reset()
-    problem = LayerProblem(bias=True, routing="sentinels", dtype=dtype)
-
-    def compiled(layer, *inputs):
-        return torch.compile(layer, fullgraph=True)(*inputs)
-
-    assert_layer_close_to_eager(moe, device, problem, call=compiled, backend="triton")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(256, 2048, 512, 8), (64, 2048, 1024, 8), (8, 4096, 14336, 2)])
 def test_real_sizes(moe, device, sizes):
     experts, hidden, intermediate, top_k = sizes
@@ -347,15 +335,21 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     assert sum(t.nbytes for t in rest) < output
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_without_graph_breaks(moe, device, dynamic):
+COMPILED = [
+    *(("auto", torch.float32, {"dynamic": d, "backend": "aot_eager"}) for d in (False, True)),
+    *(pytest.param("triton", dtype, {}, marks=pytest.mark.gpu) for dtype in DTYPES[:2]),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "options"), COMPILED, ids=str)
+def test_compiled_without_graph_breaks(moe, device, backend, dtype, options):
     torch._dynamo.reset()
-    problem = LayerProblem(bias=True, routing="sentinels")
+    problem = LayerProblem(bias=True, routing="sentinels", dtype=dtype)
 
     def compiled(layer, *inputs):
-        return torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*inputs)
+        return torch.compile(layer, fullgraph=True, **options)(*inputs)
 
-    assert_layer_close_to_eager(moe, device, problem, call=compiled)
+    assert_layer_close_to_eager(moe, device, problem, call=compiled, backend=backend)
 
 
 def test_compiled_layer_serves_other_lengths(moe, device):

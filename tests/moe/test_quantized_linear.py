@@ -373,17 +373,13 @@ def test_it_is_what_runs(opt, submodule, device, monkeypatch, dtype, tokens, k, 
 PROBLEM = Problem(96, 4, 15, 256, 128, 16, dtype=torch.bfloat16, gates=True, bias=True)
 
 
-def case_in_slices(opt, submodule, device, monkeypatch, strategy) -> Case:
-    """Of which `chunked` decodes four experts at a time: an odd last slice."""
-    both = (4 * PROBLEM.k * PROBLEM.n * 2,) * 2
-    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
-    return Case(opt, device, PROBLEM, strategy=strategy)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
 def test_a_captured_step_follows_another_routing(opt, submodule, device, monkeypatch, strategy):
-    case = case_in_slices(opt, submodule, device, monkeypatch, strategy)
+    """Of which `chunked` decodes four experts at a time: an odd last slice."""
+    both = (4 * PROBLEM.k * PROBLEM.n * 2,) * 2
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
+    case = Case(opt, device, PROBLEM, strategy=strategy)
 
     def redraw(seed: int, routing: str) -> None:
         case.ids.copy_(dataclasses.replace(PROBLEM, routing=routing).ids(device, seed))
