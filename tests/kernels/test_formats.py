@@ -13,6 +13,7 @@ from .._compare import (
     assert_all_same_bits,
     assert_same_bits,
     assert_same_numbers,
+    assert_same_tensors,
     relative_error,
 )
 
@@ -258,22 +259,34 @@ def test_wrong_weights_are_named(opt):
         opt.mxfp4_quantize(torch.zeros(0, 32))
 
 
-def test_the_module_holds_what_checkpoints_publish(opt, device):
-    """And gives it back; expert by expert it is packed as at once."""
-    weight = torch.randn(4, 6, 96, generator=torch.Generator().manual_seed(2)).to(device)
-    blocks, scales = opt.mxfp4_quantize(weight)
-    experts = opt.moe.QuantizedExperts.from_weight(weight, quant_type="mxfp4")
-    assert_same_bits(experts.packed.data, blocks.view(-1))
-    assert_same_bits(experts.scales.data, scales.view(-1))
-    published = opt.moe.QuantizedExperts((4, 6, 96), quant_type="mxfp4", device=device)
-    published.load_state_dict({"packed": blocks.view(-1), "scales": scales.view(-1)}, strict=False)
-    assert_same_bits(published.decode(), experts.decode())
+def test_blocks_of_mxfp4_run_along_the_last_dimension(opt):
     with pytest.raises(ValueError, match="blocks of 32 run along the last dimension"):
         opt.moe.QuantizedExperts((4, 6, 100), quant_type="mxfp4")
-    combinations = itertools.product(("chunked", "selective"), (0, 7))
-    for strategy, rows in combinations:
+    experts = opt.moe.QuantizedExperts((4, 6, 96), quant_type="mxfp4")
+    for strategy, rows in itertools.product(("chunked", "selective"), (0, 7)):
         experts.strategy = strategy
         assert opt.moe.explain_quantized(experts, rows).startswith(strategy if rows else "selecti")
+
+
+@pytest.mark.parametrize("block", (None, *BLOCKS), ids=str)
+def test_the_module_holds_what_checkpoints_publish(opt, device, block):
+    """And gives it back; expert by expert it is packed as at once."""
+    weight = torch.randn(4, 70, 160, generator=torch.Generator().manual_seed(2)).to(device)
+    options = {"quant_type": "mxfp4"}
+    if block is None:
+        packed, scales = opt.mxfp4_quantize(weight)
+    else:
+        packed, scales = opt.fp8_quantize(weight, block)
+        options = {"quant_type": "fp8", "block_rows": block[0], "block_columns": block[1]}
+    state = {"packed": packed.view(torch.uint8).view(-1), "scales": scales.view(-1)}
+    experts = opt.moe.QuantizedExperts.from_weight(weight, **options)
+    assert_same_tensors(dict(experts.named_parameters()), state)
+    published = opt.moe.QuantizedExperts((4, 70, 160), device=device, **options)
+    published.load_state_dict(state, strict=False)
+    assert_same_bits(published.decode(), experts.decode())
+    again = opt.moe.QuantizedExperts.from_state_dict(experts.state_dict())
+    assert again.format == experts.format
+    assert_same_bits(again.half().decode(), experts.decode())
 
 
 def exact(packed, scales, block):
@@ -317,19 +330,6 @@ def test_a_block_larger_than_its_sides(opt):
     found, expected = opt.fp8_quantize(weight, (2**62, 2**62)), opt.fp8_quantize(weight, (0, 0))
     assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert_same_bits(found[1], expected[1])
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_module_packs_expert_by_expert(opt, device, block):
-    weight = torch.randn(4, 70, 160, generator=torch.Generator().manual_seed(2)).to(device)
-    packed, scales = opt.fp8_quantize(weight, block)
-    options = {"quant_type": "fp8", "block_rows": block[0], "block_columns": block[1]}
-    experts = opt.moe.QuantizedExperts.from_weight(weight, **options)
-    assert_same_bits(experts.packed.data, packed.view(torch.uint8).view(-1))
-    assert_same_bits(experts.scales.data, scales.view(-1))
-    again = opt.moe.QuantizedExperts.from_state_dict(experts.state_dict())
-    assert again.format.block == block
-    assert_same_bits(again.half().decode(), experts.decode())
 
 
 @pytest.fixture
