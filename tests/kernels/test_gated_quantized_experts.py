@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, assert_same_tensors, relative_error
-from ..conftest import module_fixture
 from ..moe._eager import PackedLayer, PackedProblem, assert_graph_follows
-
-moe = module_fixture("moe")
 
 
 @pytest.fixture

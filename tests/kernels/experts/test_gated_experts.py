@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from ..._compare import assert_error_at_most, assert_same_bits
-from ...conftest import module_fixture
 from ...moe._eager import LayerProblem, assert_layer_close_to_eager, step
 from .test_grouped_lora import RANK, TOP_K, N, operands
-
-moe = module_fixture("moe")
 
 # 72: two tiles of columns either way, the last one not full. 11 experts: a group of 8 and a rest.
 PROBLEMS = (
