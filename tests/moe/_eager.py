@@ -277,6 +277,7 @@ class PackedLayer:
         self.draw(device)
         for name, factor in self.module.expert_lora.named_parameters():
             target, part, *_ = name.split(".")
+            factor.data /= 8  # else LoRA would hide errors of the packed weights
             self.leaves[f"{target}.{part[-1].lower()}"] = factor
         for name, leaf in self.leaves.items():
             leaf.requires_grad_(name in problem.wanted)
@@ -356,6 +357,7 @@ def step(layer, x: Tensor, ids: Tensor, gates: Tensor, grad: Tensor) -> dict[str
 
 
 def kept_for_backward(run) -> list[Tensor]:
+    """What autograd saves during `run()`."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
