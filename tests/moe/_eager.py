@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -354,6 +355,16 @@ def step(layer, x: Tensor, ids: Tensor, gates: Tensor, grad: Tensor) -> dict[str
     """What `gradients` gives of a layer."""
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     return gradients(layer(x, ids, gates), leaves, grad)
+
+
+def assert_first_order_alone(out: Tensor, leaf: Tensor) -> None:
+    """The graph serves twice, and a gradient of the gradient is refused."""
+    (first,) = torch.autograd.grad(out.square().sum(), leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    assert_same_bits(first, second)
+    refused = r"no autograd formula|once_differentiable|does not require grad"
+    with pytest.raises(RuntimeError, match=refused):
+        second.square().sum().backward()
 
 
 def kept_for_backward(run) -> list[Tensor]:
