@@ -3,6 +3,8 @@
 What they compute is compared in tests/moe/test_quantized_linear.py.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -87,19 +89,30 @@ def test_a_weight_is_used_as_it_decodes(opt, device):
     assert_same_bits(y + 0.0, case.dense[2] + 0.0)
 
 
+def operands(opt, submodule, case: Case) -> tuple:
+    """The weights and the order as ops take them."""
+    kind = submodule("kernels.experts.grouped_lora").ExpertWeights
+    a, b, bias = (case.leaves[name].detach() for name in ("lora_a", "lora_b", "bias"))
+    weights = kind.of(case.weight, a, b, bias, 1.0)
+    opened = submodule("kernels.quant.grouped_lora_quantized").quantized_operands(weights)
+    return (*opened, *opt.moe.expert_sort(case.ids, 4).operands())
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+def test_empty_batch(opt, submodule, ops, device, path):
+    case = Case(opt, device, dataclasses.replace(PROBLEM, tokens=0))
+    given = (case.leaves["x"].detach(), *operands(opt, submodule, case))
+    y, xa = ops.grouped_lora_quantized_forward(*given, 2, False, 0, path)
+    assert y.shape == (0, 96) and xa.shape == (0, 3)
+
+
 def test_opcheck(opt, submodule, ops, device):
     case = Case(opt, device, PROBLEM)
-    x, a, b, bias, gates = (
-        case.leaves[name].detach() for name in ("x", "lora_a", "lora_b", "bias", "gates")
-    )
-    kind = submodule("kernels.experts.grouped_lora").ExpertWeights
-    weights = submodule("kernels.quant.grouped_lora_quantized").quantized_operands(
-        kind.of(case.weight, a, b, bias, 1.0)
-    )
-    order = opt.moe.expert_sort(case.ids, 4).operands()
-    arguments = (x, *weights, *order, 2, False, 0, "reference")
+    x, gates, given = case.leaves["x"], case.leaves["gates"], operands(opt, submodule, case)
+    arguments = (x.detach(), *given, 2, False, 0, "reference")
     torch.library.opcheck(ops.grouped_lora_quantized_forward.default, arguments)
-    arguments = (case.grad, *weights, *order, gates, x, 2, 2, True, True, 0, "reference")
+    rows = (*given, gates.detach(), x.detach())
+    arguments = (case.grad, *rows, 2, 2, True, True, 0, "reference")
     torch.library.opcheck(ops.grouped_lora_quantized_dx.default, arguments)
 
 
