@@ -134,7 +134,7 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         directions["dab"](x, dy, low, low, gate, order, a, b, x_fan, dy_fan)
         directions["dw"](x, dy, gate, order, weight, new(experts, n), x_fan, dy_fan)
     gated_step(model, dtype, lora, order)
-    packed_step(model, dtype, lora, (order.slots, order.offsets, order.tiles))
+    packed_step(model, dtype, lora, order)
     rows_of.combine_triton(new(total, hidden), gates, order.rows, order.offsets, top_k)
     wide = new(total, 2 * inner)
     rows_of.glu_triton(wide, "silu", False)
@@ -191,13 +191,12 @@ def packed_stacks(module: types.ModuleType, stored: tuple[int, int, int]) -> lis
     return [module.PackedStack(*one) for one in (nf4, mxfp4, fp8)]
 
 
-def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
+def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: Any) -> None:
     """The products of a layer over packed experts, with every tile of the fused product's table."""
-    tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
+    tokens, top_k, experts, hidden, inner, rank, _ = MODELS[model]
     if hidden % BLOCKSIZE or inner % BLOCKSIZE:
         return  # blocks would leave their row, which the fused product refuses
     module = load("kernels.quant.packed_product_triton")
-    slots, offsets, tiles = order
     total = tokens * top_k
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -207,7 +206,6 @@ def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple)
     for k, n, fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
         stacks = packed_stacks(module, (experts, n, k))
         down = fan == 0
-        place = {"tile_rows": rows, "scatter": False}
         back = {"gates": gates, "other": new(total, k)} if down else {}
         tables = (module.ALONG, module.ACROSS)
         for last, table in zip((True, False), tables, strict=True):
@@ -218,8 +216,8 @@ def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple)
             fans = fan if last else top_k if down else 0
             every = dict.fromkeys(tile for _, *both in table for tile in both)
             for stack, tile in itertools.product(stacks, every):
-                operands = (x, stack, last, low, factor, slots, offsets, tiles, out)
-                module.packed_product(*operands, fan=fans, tile=tile, **place, **options)
+                operands = (x, stack, last, low, factor, order, out)
+                module.packed_product(*operands, fan=fans, tile=tile, scatter=False, **options)
 
 
 def main(arguments: list[str]) -> int:

@@ -63,7 +63,15 @@ MODELS = {
     "Mixtral-8x7B": Model(8, 4096, 14336, 2),
     "gpt-oss-20b": Model(32, 2880, 2880, 4, oss=True),
 }
-RANKS = (16, 8, 32, 64)
+USUAL = (16, 8)
+RANKS = (*USUAL, 32, 64)
+# Of the usual ranks alone. Their kernels differ by the experts per token, which are compiled in.
+OTHERS = {
+    "DeepSeek-V2-Lite": Model(64, 2048, 1408, 6),
+    "ERNIE-4.5-21B-A3B": Model(64, 2560, 1536, 6),
+    "GLM-4.5-Air": Model(128, 4096, 1408, 8),
+    "Qwen3-Next-80B-A3B": Model(512, 2048, 512, 10),
+}
 FORMATS = ("'nf4'", "'nf4' nested=True", "'fp8'", "'mxfp4'")  # of gpt-oss the last one
 LORA = (torch.bfloat16, torch.float32)  # PEFT makes the second one of the first
 
@@ -81,11 +89,17 @@ class Layer(NamedTuple):
 
 def layers() -> list[Layer]:
     """What is compiled."""
-    kinds = list(itertools.product(MODELS.values(), LORA))
-    found = [Layer(model, rank, lora) for model, lora in kinds for rank in RANKS]
+    models = (*MODELS.values(), *OTHERS.values())
+    kinds = list(itertools.product(models, LORA))
+    found = [
+        Layer(model, rank, lora) for model in MODELS.values() for lora in LORA for rank in RANKS
+    ]
+    found += [
+        Layer(model, rank, lora) for model in OTHERS.values() for lora in LORA for rank in USUAL
+    ]
     found += [Layer(model, 16, lora, torch.float32) for model, lora in kinds]
-    found += [Layer(model, rank, lora, wants=FIRST) for model, lora in kinds for rank in (16, 8)]
-    found += [Layer(model, wants=FROZEN) for model in MODELS.values()]
+    found += [Layer(model, rank, lora, wants=FIRST) for model, lora in kinds for rank in USUAL]
+    found += [Layer(model, wants=FROZEN) for model in models]
     return found + [
         Layer(model, 16, lora, format=kind)
         for model, lora in kinds

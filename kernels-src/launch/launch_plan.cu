@@ -1,9 +1,9 @@
-// launch_plan: what a call costs the host is one lookup, and for every launch the copy of its
-// arguments and the driver's part. Tensors are bare handles here, asked once for what is read of
-// them: torch::stable::Tensor takes a block of memory of its own for each.
+// launch_plan: what a call costs the host is one lookup, for every launch the arguments that a
+// graph's node does not have yet, and the launch of the graph (launch_graph.h). Tensors are bare
+// handles here, asked once for what is read of them: torch::stable::Tensor takes a block of memory
+// of its own for each.
 
-#include <cudaTypedefs.h>
-
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -69,7 +69,8 @@ struct Entry {
 };
 
 std::mutex guard;
-std::map<Key, Entry> plans;
+// Never let go: when the process ends, the driver may have gone before their graphs.
+std::map<Key, Entry>& plans = *new std::map<Key, Entry>;
 uint64_t calls = 0;
 
 // What a call reads of its operands.
@@ -122,6 +123,28 @@ void keep(Key key, std::shared_ptr<const Plan> plan) {
     plans.erase(oldest);
   }
   plans.insert_or_assign(std::move(key), Entry{std::move(plan), ++calls});
+}
+
+// Take the graphs of the plans that were unused for longest, until so many have any: each holds
+// 10 KB of the device's memory per launch.
+void drop_graphs() {
+  constexpr size_t kMostGraphs = 64;
+  const std::lock_guard<std::mutex> lock(guard);
+  std::vector<std::pair<uint64_t, Graphs*>> made;
+  for (const auto& [key, entry] : plans) {
+    Graphs& graphs = *entry.plan->graphs;
+    if (!graphs.take()) continue;
+    if (graphs.made) made.emplace_back(entry.used, &graphs);
+    graphs.leave();
+  }
+  if (made.size() <= kMostGraphs) return;
+  std::sort(made.begin(), made.end());
+  made.resize(made.size() - kMostGraphs);
+  for (const auto& [used, graphs] : made) {
+    if (!graphs->take()) continue;
+    graphs->drop();
+    graphs->leave();
+  }
 }
 
 class Reader {
@@ -229,20 +252,6 @@ Plan read_plan(const std::vector<int64_t>& program, size_t operands) {
   return plan;
 }
 
-// From the driver that runs; the library does not link against it.
-PFN_cuLaunchKernelEx_v11060 launcher() {
-  static const auto found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    STD_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &function, 11060,
-                                                    cudaEnableDefault, &result));
-    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess && function != nullptr,
-                    "the CUDA driver has no cuLaunchKernelEx; it must be of CUDA 12 or newer");
-    return reinterpret_cast<PFN_cuLaunchKernelEx_v11060>(function);
-  }();
-  return found;
-}
-
 // A stream and its event, which is recorded there and awaited elsewhere.
 struct Stream {
   cudaStream_t stream;
@@ -278,35 +287,30 @@ class Playing {
   Playing(const Plan& plan, Call& call)
       : plan_(plan),
         device_(call.device),
-        streams_(streams_of(call.device, plan.seconds)),
+        graphs_(*plan.graphs),
+        streams_(streams_of(call.device, 0)),
         addresses_(call.addresses),
         first_buffer_(call.addresses.size()),
         made_(plan.buffers.size()) {
     addresses_.resize(first_buffer_ + plan.buffers.size());
+    joins_ = graphs_.serve(streams_[0].stream);
+    if (!joins_ && plan.seconds > 0) streams_ = streams_of(device_, plan.seconds);
   }
 
+  ~Playing() {
+    if (!joins_) return;
+    if (!graphs_.made) graphs_.drop();  // the play failed
+    graphs_.leave();
+  }
+  Playing(const Playing&) = delete;
+  Playing& operator=(const Playing&) = delete;
+
   std::vector<Handle> run() {
-    for (const Step& step : plan_.steps) {
-      switch (step.kind) {
-        case kAllocate:
-          allocate(step.first);
-          break;
-        case kFree:
-          made_[step.first].reset();
-          break;
-        case kWait: {
-          const Stream& awaited = streams_[step.second];
-          STD_CUDA_CHECK(cudaEventRecord(awaited.event, awaited.stream));
-          STD_CUDA_CHECK(cudaStreamWaitEvent(streams_[step.first].stream, awaited.event, 0));
-          break;
-        }
-        case kLaunch:
-          launch(step);
-          break;
-        case kNf4Product:
-          multiply(step);
-          break;
-      }
+    for (const Step& step : plan_.steps) take(step);
+    play_part();
+    if (joins_ && !graphs_.made) {
+      graphs_.made = true;
+      drop_graphs();
     }
     std::vector<Handle> results;
     results.reserve(plan_.results.size());
@@ -315,6 +319,45 @@ class Playing {
   }
 
  private:
+  void take(const Step& step) {
+    switch (step.kind) {
+      case kAllocate:
+        return allocate(step.first);
+      case kFree:
+        play_part();  // another thread may get the memory, and launch first
+        return made_[step.first].reset();
+      case kWait:
+        return wait(step);
+      case kLaunch:
+        return launch(step);
+      case kNf4Product:
+        return multiply(step);
+    }
+  }
+
+  // The graph of the launches since the last free.
+  LaunchGraph& part() {
+    if (!has_part_) {
+      if (!graphs_.made) graphs_.parts.emplace_back();
+      graphs_.parts[part_].begin();
+      has_part_ = true;
+    }
+    return graphs_.parts[part_];
+  }
+
+  void play_part() {
+    if (!has_part_) return;
+    graphs_.parts[part_++].play(streams_[0].stream);
+    has_part_ = false;
+  }
+
+  void wait(const Step& step) {
+    if (joins_) return part().wait(step.first, step.second);
+    const Stream& awaited = streams_[step.second];
+    STD_CUDA_CHECK(cudaEventRecord(awaited.event, awaited.stream));
+    STD_CUDA_CHECK(cudaStreamWaitEvent(streams_[step.first].stream, awaited.event, 0));
+  }
+
   void allocate(int32_t index) {
     const Buffer& buffer = plan_.buffers[index];
     AtenTensorHandle handle = nullptr;
@@ -349,7 +392,19 @@ class Playing {
     p.offsets = address_of<const int64_t>(*next++);
     p.out = address_of<void>(*next++);
     p.activated = address_of<void>(*next++);
-    nf4_product::run(p, device_, streams_[step.first].stream);
+    nf4_product::run(p, device_, [&](const nf4_product::Launch& one) {
+      CUfunction function = nullptr;
+      STD_CUDA_CHECK(cudaGetFuncBySymbol(&function, one.kernel));
+      void* arguments[] = {one.argument};
+      launch(step.first, {function,
+                          {one.blocks, 1, 1},
+                          one.threads,
+                          one.shared,
+                          p.early,
+                          arguments,
+                          one.argument,
+                          one.bytes});
+    });
   }
 
   void launch(const Step& step) {
@@ -359,30 +414,44 @@ class Playing {
       values[n] = value_of(step.arguments[n]);
       pointers[n] = &values[n];
     }
+    launch(step.first, {step.function,
+                        {step.grid[0], step.grid[1], step.grid[2]},
+                        step.threads,
+                        step.shared,
+                        step.early,
+                        pointers,
+                        values,
+                        step.arguments.size() * sizeof(int64_t)});
+  }
+
+  void launch(int32_t stream, const Launch& one) {
+    if (joins_) return part().put(stream, one);
     CUlaunchAttribute early{};
     early.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     early.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig config{};
-    config.gridDimX = step.grid[0];
-    config.gridDimY = step.grid[1];
-    config.gridDimZ = step.grid[2];
-    config.blockDimX = step.threads;
+    config.gridDimX = one.grid[0];
+    config.gridDimY = one.grid[1];
+    config.gridDimZ = one.grid[2];
+    config.blockDimX = one.threads;
     config.blockDimY = config.blockDimZ = 1;
-    config.sharedMemBytes = step.shared;
-    config.hStream = streams_[step.first].stream;
+    config.sharedMemBytes = one.shared;
+    config.hStream = streams_[stream].stream;
     config.attrs = &early;
-    config.numAttrs = step.early ? 1 : 0;
-    const CUresult result = launcher()(&config, step.function, pointers, nullptr);
-    STD_TORCH_CHECK(result == CUDA_SUCCESS, "launch_plan: a launch failed with CUDA error ",
-                    static_cast<int>(result));
+    config.numAttrs = one.early ? 1 : 0;
+    check(driver().launch(&config, one.function, one.arguments, nullptr), "a launch");
   }
 
   const Plan& plan_;
   const int32_t device_;
-  const std::vector<Stream> streams_;
+  Graphs& graphs_;
+  std::vector<Stream> streams_;
   std::vector<char*>& addresses_;  // of the operands, then of the buffers
   const size_t first_buffer_;
   std::vector<Handle> made_;
+  bool joins_ = false;     // the launches in graphs
+  bool has_part_ = false;  // that was not played yet
+  size_t part_ = 0;
 };
 
 std::vector<Handle> play(Call call) {

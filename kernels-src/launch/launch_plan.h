@@ -16,9 +16,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/stable.h"
+#include "launch/launch_graph.h"
 #include "quant/nf4_product.h"
 
 namespace optimizer::launch_plan {
@@ -54,6 +56,7 @@ struct Plan {
   std::vector<Buffer> buffers;
   std::vector<int32_t> results;
   std::vector<Step> steps;
+  std::unique_ptr<Graphs> graphs = std::make_unique<Graphs>();
 };
 
 }  // namespace optimizer::launch_plan

@@ -33,6 +33,11 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
 __device__ __forceinline__ uint2 load_words(uint32_t address) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -70,35 +75,46 @@ class ByteTransposer {
   uint32_t send_bytes_, keep_first_byte_, keep_second_byte_;
 };
 
-// The bytes of a stage that a thread needs. `load` asks shared memory for them; along, `arrange`
-// exchanges them between lanes, behind the loads of scales.
-template <bool kAlong, int kElements>  // per byte
+// The bytes of a part of a stage that a thread needs. `load` asks shared memory for them; along,
+// `arrange` exchanges them between lanes, behind the loads of scales.
+template <bool kAlong, int kElements, int kHalves>  // elements per byte; halves in a line
 class StageBytes;
 
-// A line of a stage is a stored row with 32 bytes of the sum, swizzled by 32 bytes. ldmatrix gives
-// a lane of four the four bytes of 8 elements; wgmma wants one byte of every 8, hence the
-// transposer.
-template <>
-class StageBytes<true, 2> {
+// A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
+// bytes. ldmatrix gives a lane of four the four bytes of 8 elements; wgmma wants one byte of every
+// 8, hence the transposer. Of the 8 lines of a matrix four are even and four odd, which lie in
+// other banks; lanes of the upper four exchange their two columns afterwards.
+template <int kHalves>
+class StageBytes<true, 2, kHalves> {
  public:
   using Fetched = uint32_t[4];  // of two neighbouring columns: half of the sum, then the column
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) + lane / 8 % 2;
-    from_ = line * (kDepth / 2) + (lane / 16 ^ line / 4 % 2) * 16;
+    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) +
+                     (lane / 8 + lane % 8 / 4) % 2;
+    exchanges_ = lane >= 16;
+    const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;
+    from_ = line * (kHalves * kDepth / 2) + (lane / 16 ^ swizzle) * 16;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
-    load_fragments<false>(to, stage + from_);
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int half) const {
+    load_fragments<false>(to, stage + (from_ ^ half * 32));
   }
   __device__ __forceinline__ void arrange(Fetched& to) const {
     transpose_(to[0], to[1]);
     transpose_(to[2], to[3]);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t first = to[i];
+      to[i] = exchanges_ ? to[i + 1] : first;
+      to[i + 1] = exchanges_ ? first : to[i + 1];
+    }
   }
 
  private:
   uint32_t from_;
+  bool exchanges_;
   const ByteTransposer transpose_;
 };
 
@@ -118,7 +134,7 @@ __device__ __forceinline__ void load_rows(uint32_t (&to)[8], uint32_t from) {
 // bytes. ldmatrix transposes two bytes at a time: a lane gets two bytes of two stored rows, of
 // which its warp takes one and the neighbouring warp the other.
 template <>
-class StageBytes<false, 2> {
+class StageBytes<false, 2, 1> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
@@ -129,7 +145,7 @@ class StageBytes<false, 2> {
     shift_ = warp % 2 * 8;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns / 2>(to, stage + from_);
   }
   // This warp's byte in the low byte of both halves, the others undefined
@@ -143,7 +159,7 @@ class StageBytes<false, 2> {
 // A line of a stage is a stored row with 64 bytes of the sum, swizzled by 64 bytes. ldmatrix gives
 // lane i of four the bytes 4 i to 4 i + 3 of 16, wgmma wants the pairs i and i + 4 of 8 of these.
 template <>
-class StageBytes<true, 1> {
+class StageBytes<true, 1, 1> {
  public:
   using Fetched = uint32_t[8];  // of two neighbouring columns: 16 of the sum, then the column
 
@@ -163,7 +179,7 @@ class StageBytes<true, 1> {
     keep_y_ = place % 3 == 0 ? 0x3276 : 0x7632;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 32 of the sum: chunks 0 and 1, or 2 and 3
       uint32_t bytes[4];
@@ -194,7 +210,7 @@ class StageBytes<true, 1> {
 // A line of a stage is a stored row, one of the sum, with 128 bytes of columns, swizzled by 128
 // bytes. ldmatrix transposes two bytes at a time: a lane gets its two columns of two stored rows.
 template <>
-class StageBytes<false, 1> {
+class StageBytes<false, 1, 1> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
@@ -204,7 +220,7 @@ class StageBytes<false, 1> {
     from_ = lane * kBoxColumns + (chunk ^ lane % 8) * 16;
   }
 
-  __device__ __forceinline__ void load(Fetched& to, uint32_t stage) const {
+  __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns>(to, stage + from_);
   }
   // A column per half
@@ -251,6 +267,31 @@ class FloatScales {
   }
   static __device__ __forceinline__ float2 of_eight(const Fetched& from, int eight) {
     return from.pair[eight];
+  }
+
+ private:
+  uint32_t from_;
+};
+
+// The same of a group: one per column and part, 16 bytes from a column to the next.
+class GroupScales {
+ public:
+  struct Fetched {
+    float of[2];
+  };
+
+  __device__ __forceinline__ GroupScales(const Arguments&, int consumer)
+      : from_(kGroupParts * first_scale<true, 2>(consumer)) {}
+
+  template <bool kOdd>
+  __device__ __forceinline__ void fetch(Fetched& to, uint32_t part) const {
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      to.of[column] = __uint_as_float(load_word(part + from_ + 4 * kGroupParts * column));
+    }
+  }
+  static __device__ __forceinline__ float of_column(const Fetched& from, int /*half*/, int column) {
+    return from.of[column];
   }
 
  private:
@@ -398,13 +439,13 @@ class Values<Format::kFp8> {
   }
 };
 
-template <bool kAlong, Format kFormat>
+template <bool kAlong, Format kFormat, int kHalves>
 class Decoder {
  private:
   static constexpr int kElements = kPerByte<kFormat>;
-  using Bytes = StageBytes<kAlong, kElements>;
-  using Scales =
-      std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, FloatScales<kAlong>>;
+  using Bytes = StageBytes<kAlong, kElements, kHalves>;
+  using Floats = std::conditional_t<kGrouped<kAlong, kFormat>, GroupScales, FloatScales<kAlong>>;
+  using Scales = std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, Floats>;
 
  public:
   struct Fetched {
@@ -415,11 +456,12 @@ class Decoder {
   __device__ __forceinline__ Decoder(const Arguments& p, int consumer)
       : values_(p), bytes_(consumer), scales_(p, consumer) {}
 
-  // kOdd: whether the number of the stage in its tile is odd.
-  template <bool kOdd, typename Map>
-  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot, int box) const {
-    bytes_.load(to.bytes, at.packed(slot, box));
-    scales_.template fetch<kOdd>(to.scales, at.scales(slot, box));
+  // From the addresses of a box and of a part's scales. kOdd: whether the part's number in its tile
+  // is odd, which half of its lines it has then.
+  template <bool kOdd>
+  __device__ __forceinline__ void fetch(Fetched& to, uint32_t packed, uint32_t scales) const {
+    bytes_.load(to.bytes, packed, kHalves == 2 && kOdd);
+    scales_.template fetch<kOdd>(to.scales, scales);
     if constexpr (kAlong) bytes_.arrange(to.bytes);
   }
 

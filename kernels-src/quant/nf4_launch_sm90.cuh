@@ -11,17 +11,18 @@
 
 namespace optimizer::nf4_product {
 
-// The stack's bytes, in boxes of a stage: lines of 32 bytes along, of 64 across; twice that of FP8.
-inline CUtensorMap packed_map(const Problem& p) {
+// The stack's bytes, in boxes of a stage: lines of 32 bytes along, of 64 across; twice that of FP8,
+// and of a deep stage along.
+inline CUtensorMap packed_map(const Problem& p, int stage_depth) {
   const auto row_bytes = static_cast<cuuint64_t>(p.row_bytes());
   const auto lines = static_cast<cuuint64_t>(p.n);
   const cuuint64_t dims[] = {row_bytes, lines, static_cast<cuuint64_t>(p.experts)};
   const cuuint64_t strides[] = {row_bytes, row_bytes * lines};
-  const bool bytes = p.format == Format::kFp8;
+  const bool bytes = p.format == Format::kFp8, twice = bytes || stage_depth > kDepth;
   const cuuint32_t per_byte = bytes ? 1 : 2;
-  const cuuint32_t along[] = {kDepth / per_byte, kBoxColumns, 1};
+  const cuuint32_t along[] = {stage_depth / per_byte, kBoxColumns, 1};
   const cuuint32_t across[] = {kBoxColumns / per_byte, kDepth, 1};
-  const auto narrow = bytes ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+  const auto narrow = twice ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
   const auto wide = bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map;
@@ -36,9 +37,9 @@ inline CUtensorMap packed_map(const Problem& p) {
 }
 
 // tile_columns: of both boxes, where a tile has two.
-inline Arguments arguments_of(const Problem& p, int tile_columns) {
+inline Arguments arguments_of(const Problem& p, int tile_columns, int stage_depth) {
   Arguments args{};
-  args.packed = packed_map(p);
+  args.packed = packed_map(p, stage_depth);
   args.absmax = p.absmax;
   args.codebook = p.codebook;
   args.x = static_cast<const char*>(p.x);
@@ -98,9 +99,9 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
 constexpr int64_t kFewRows = 32;
 
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
-void launch(const Problem& p, int device, cudaStream_t stream) {
-  using Map = SharedMap<kFormat, kFew>;
-  const Arguments args = arguments_of(p, Map::kColumns);
+void launch(const Problem& p, int device, const Launcher& launcher) {
+  using Map = SharedMap<kAlong, kFormat, kFew>;
+  Arguments args = arguments_of(p, Map::kColumns, Map::kStageDepth);
   const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kFew>;
   constexpr int kShared = Map::kBytes;
   static std::array<std::atomic<int>, 64> known{};
@@ -108,33 +109,24 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   // Most tiles that the rows can make; how many there are is known on the device alone.
   const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(most, processors * Map::kBlocks)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kShared;
-  config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = p.early ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+  const auto blocks = static_cast<unsigned>(std::min(most, processors * Map::kBlocks));
+  launcher({reinterpret_cast<const void*>(kernel), blocks, kThreads, kShared, &args, sizeof(args)});
 }
 
 template <Format kFormat, bool kFew>
-void launch(const Problem& p, int device, cudaStream_t stream) {
-  return p.along ? launch<true, kFormat, false, kFew>(p, device, stream)
-                 : launch<false, kFormat, false, kFew>(p, device, stream);
+void launch(const Problem& p, int device, const Launcher& launcher) {
+  return p.along ? launch<true, kFormat, false, kFew>(p, device, launcher)
+                 : launch<false, kFormat, false, kFew>(p, device, launcher);
 }
 
 template <Format kFormat>
-void run_format(const Problem& p, int device, cudaStream_t stream) {
+void run_format(const Problem& p, int device, const Launcher& launcher) {
   if constexpr (kFormat == Format::kFp8) {
-    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, stream);
+    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, launcher);
   } else if (p.rows <= kFewRows * p.experts) {
-    return launch<kFormat, true>(p, device, stream);
+    return launch<kFormat, true>(p, device, launcher);
   }
-  return launch<kFormat, false>(p, device, stream);
+  return launch<kFormat, false>(p, device, launcher);
 }
 
 }  // namespace optimizer::nf4_product

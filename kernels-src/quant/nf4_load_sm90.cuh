@@ -64,14 +64,16 @@ class ScaleSource {
 template <bool kAlong, Format kFormat, bool kFew>
 class Loader {
  public:
-  using Map = SharedMap<kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kFew>;
 
   __device__ __forceinline__ Loader(const Arguments& p, const Map& at)
       : p_(p),
         at_(at),
         thread_(static_cast<int>(threadIdx.x)),
         line_(thread_ / 8),
-        chunk_(thread_ % 8) {}
+        chunk_(thread_ % 8),
+        whole_groups_(p.shift == 6 && p.row_blocks % kGroupParts == 0 &&
+                      reinterpret_cast<uintptr_t>(p.absmax) % 16 == 0) {}
 
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
@@ -136,25 +138,35 @@ class Loader {
     const int to_last = Map::kBoxes == 1 ? 0 : p_.box_columns;
     const ScaleSource<kAlong, kFormat> last_scales(p_, here.expert, row + (kAlong ? to_last : 0),
                                                    column + (kAlong ? 0 : to_last));
-    for (int k = 0; k < p_.depth; k += kDepth) {
+    for (int k = 0; k < p_.depth; k += Map::kStageDepth) {
       const uint32_t full = wait_for_empty();
       if (k == 0 && thread_ == 0) {
         *at_.place(ring_.slot) = {here.expert, here.column, here.row, here.rows};
       }
       fetch_packed(here, k, full);
-#pragma unroll
-      for (int box = 0; box < Map::kBoxes; ++box) {
-        const int further = box * p_.box_columns;
-        const bool inside = kAlong ? row + further < p_.stored_rows
-                                   : row + k < p_.stored_rows && column + further < p_.columns;
-        const auto& source = box == 0 ? scales : last_scales;
-        copy_word_async(at_.scales(ring_.slot, box) + 4 * thread_,
-                        inside ? source.at(k) : p_.absmax, inside);
-      }
-      if (k + kDepth <= p_.depth) {
-        gather<true>(p_.x + 2 * k, units, here.rows, 16);
+      if constexpr (kGrouped<kAlong, kFormat>) {
+        if (k % (kGroupParts * kDepth) == 0) copy_group(scales, k, row < p_.stored_rows);
       } else {
-        gather<false>(p_.x + 2 * k, units, here.rows, 2 * (p_.depth - k));
+#pragma unroll
+        for (int part = 0; part < Map::kParts; ++part) {
+          const int further = part % Map::kBoxes * p_.box_columns,
+                    deep = k + part / Map::kBoxes * kDepth;
+          const bool inside = kAlong ? row + further < p_.stored_rows && deep < p_.depth
+                                     : row + deep < p_.stored_rows && column + further < p_.columns;
+          const auto& source = part % Map::kBoxes == 0 ? scales : last_scales;
+          copy_word_async(at_.scales(ring_.slot, part) + 4 * thread_,
+                          inside ? source.at(deep) : p_.absmax, inside);
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < Map::kHalves; ++half) {
+        const int deep = k + half * kDepth;
+        if (deep + kDepth <= p_.depth) {
+          gather<true>(half, p_.x + 2 * deep, units, here.rows, 16);
+        } else {
+          gather<false>(half, p_.x + 2 * min(deep, p_.depth), units, here.rows,
+                        2 * (p_.depth - deep));
+        }
       }
       finish(full);
     }
@@ -168,8 +180,25 @@ class Loader {
     for (int k = 0; k < p_.rank; k += kDepth) {
       const uint32_t full = wait_for_empty();
       if (thread_ == 0) sm90::barrier_arrive(full);
-      gather<false>(p_.low + 2 * k, units, here.rows, 2 * (p_.rank - k));
+      gather<false>(0, p_.low + 2 * k, units, here.rows, 2 * (p_.rank - k));
       finish(full);
+    }
+  }
+
+  // The scales of this thread's column for 4 parts from k on.
+  __device__ __forceinline__ void copy_group(const ScaleSource<kAlong, kFormat>& source, int k,
+                                             bool inside) {
+    const uint32_t to = at_.scales(group_, 0) + 16 * thread_;
+    group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+    const int parts = inside ? min(kGroupParts, (p_.depth - k + kDepth - 1) / kDepth) : 0;
+    if (whole_groups_) {
+      copy_async(to, parts > 0 ? source.at(k) : static_cast<const char*>(p_.absmax), 4 * parts);
+      return;
+    }
+#pragma unroll
+    for (int part = 0; part < kGroupParts; ++part) {
+      const bool reads = part < parts;
+      copy_word_async(to + 4 * part, reads ? source.at(k + part * kDepth) : p_.absmax, reads);
     }
   }
 
@@ -182,7 +211,7 @@ class Loader {
   // decoded there is finite, and meets zeros or is not stored.
   __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
     if (thread_ != 0) return;
-    sm90::barrier_arrive_expecting(full, Map::kBoxes * kBoxBytes<kFormat>);
+    sm90::barrier_arrive_expecting(full, Map::kParts * kBoxBytes<kFormat>);
 #pragma unroll
     for (int box = 0; box < Map::kBoxes; ++box) {
       const int column = where.column + box * p_.box_columns;
@@ -193,13 +222,15 @@ class Loader {
 
   // This thread's chunks of 64 elements of rows, of which `left` bytes exist; zeros behind.
   template <bool kWhole>
-  __device__ __forceinline__ void gather(const char* from, const uint32_t (&units)[kCopies],
-                                         int count, int left) const {
+  __device__ __forceinline__ void gather(int half, const char* from,
+                                         const uint32_t (&units)[kCopies], int count,
+                                         int left) const {
     const int bytes = kWhole ? 16 : max(0, min(16, left - chunk_ * 16));
     if (bytes > 0) from += chunk_ * 16;
     asm volatile("" : "+l"(from));  // one address that the compiler does not take apart again
     // Lines lie kLines apart, a multiple of 8: their chunk has the same place.
-    const uint32_t to = at_.rows(ring_.slot) + sm90::swizzled(line_, chunk_);
+    const uint32_t to =
+        at_.rows(ring_.slot) + half * Map::kHalfBytes + sm90::swizzled(line_, chunk_);
 #pragma unroll
     for (int first = 0; first < kCopies; first += kBatch) {
       if (first * kLines >= count) break;
@@ -223,7 +254,9 @@ class Loader {
   const int thread_;
   const int line_;
   const int chunk_;
+  const bool whole_groups_;  // scales of a group are 16 bytes that begin on 16
   Ring<Map::kStages> ring_;
+  int group_ = 0;  // where the next group of scales goes
 };
 
 }  // namespace optimizer::nf4_product

@@ -18,7 +18,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 
 namespace optimizer::nf4_product {
 
@@ -102,11 +104,22 @@ inline const char* refusal(const Problem& p, int max_experts) {
   return nullptr;
 }
 
-// Launch a problem that `refusal` has nothing against.
-void run(const Problem& p, int device, cudaStream_t stream);
+struct Launch {
+  const void* kernel;
+  unsigned blocks;
+  unsigned threads;
+  unsigned shared;  // bytes
+  void* argument;   // the only one
+  size_t bytes;     // of it
+};
+
+using Launcher = std::function<void(const Launch&)>;
+
+// Hand over the launch of a problem that `refusal` has nothing against.
+void run(const Problem& p, int device, const Launcher& launcher);
 
 // The same for a format that is known.
 template <Format kFormat>
-void run_format(const Problem& p, int device, cudaStream_t stream);
+void run_format(const Problem& p, int device, const Launcher& launcher);
 
 }  // namespace optimizer::nf4_product

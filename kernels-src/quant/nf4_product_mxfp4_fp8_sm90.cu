@@ -5,7 +5,7 @@
 
 namespace optimizer::nf4_product {
 
-template void run_format<Format::kMxfp4>(const Problem& p, int device, cudaStream_t stream);
-template void run_format<Format::kFp8>(const Problem& p, int device, cudaStream_t stream);
+template void run_format<Format::kMxfp4>(const Problem& p, int device, const Launcher& launcher);
+template void run_format<Format::kFp8>(const Problem& p, int device, const Launcher& launcher);
 
 }  // namespace optimizer::nf4_product

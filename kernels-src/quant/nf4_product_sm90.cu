@@ -89,17 +89,19 @@ void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
 
 }  // namespace
 
-extern template void run_format<Format::kMxfp4>(const Problem& p, int device, cudaStream_t stream);
-extern template void run_format<Format::kFp8>(const Problem& p, int device, cudaStream_t stream);
+extern template void run_format<Format::kMxfp4>(const Problem& p, int device,
+                                                const Launcher& launcher);
+extern template void run_format<Format::kFp8>(const Problem& p, int device,
+                                              const Launcher& launcher);
 
-void run(const Problem& p, int device, cudaStream_t stream) {
+void run(const Problem& p, int device, const Launcher& launcher) {
   switch (p.format) {
     case Format::kFourBit:
-      return run_format<Format::kFourBit>(p, device, stream);
+      return run_format<Format::kFourBit>(p, device, launcher);
     case Format::kMxfp4:
-      return run_format<Format::kMxfp4>(p, device, stream);
+      return run_format<Format::kMxfp4>(p, device, launcher);
     case Format::kFp8:
-      return run_format<Format::kFp8>(p, device, stream);
+      return run_format<Format::kFp8>(p, device, launcher);
   }
 }
 
@@ -167,7 +169,20 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   sm90::check_sm90("nf4_product", refusal(p, kMaxExperts), device);
-  run(p, device, static_cast<cudaStream_t>(stream));
+  run(p, device, [&](const Launch& one) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(one.blocks);
+    config.blockDim = dim3(one.threads);
+    config.dynamicSmemBytes = one.shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    void* arguments[] = {one.argument};
+    STD_CUDA_CHECK(cudaLaunchKernelExC(&config, one.kernel, arguments));
+  });
 }
 
 }  // namespace optimizer

@@ -183,13 +183,13 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, in
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
 class Consumer {
  public:
-  using Map = SharedMap<kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kFew>;
 
   __device__ __forceinline__ Consumer(const Arguments& p, const Map& at, int consumer)
       : p_(p),
         at_(at),
         consumer_(consumer),
-        stages_((p.depth + kDepth - 1) / kDepth),
+        stages_((p.depth + Map::kStageDepth - 1) / Map::kStageDepth),
         rank_stages_((p.rank + kDepth - 1) / kDepth),
         rows_start_(sm90::matrix_descriptor(at.rows(0))),
         decode_(p, consumer) {}
@@ -218,7 +218,7 @@ class Consumer {
   }
 
  private:
-  using Source = Decoder<kAlong, kFormat>;
+  using Source = Decoder<kAlong, kFormat, Map::kHalves>;
   using Fetched = typename Source::Fetched;
   using Operand = uint32_t[kSteps][4];
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
@@ -311,19 +311,19 @@ class Consumer {
   template <int kN>
   __device__ __forceinline__ bool multiply(Sums<kN>& sum, bool early,
                                            Ring<Map::kStages>& rank_ring) {
-    constexpr bool kWide = kBoxes == 2;
-    const int parts = kBoxes * stages_;
+    constexpr bool kPairs = Map::kParts == 2;
+    const int parts = Map::kParts * stages_;
     for (int part = 1;; part += 2) {
-      if (!kWide && part == parts) {
+      if (!kPairs && part == parts) {
         add_last_part<kN>(sum[0], even_, odd_, part > 1, early, rank_ring);
         return early;
       }
       add_part<kN, true>(sum[0], even_, odd_, part > 1);
       if (part + 1 == parts) {
-        add_last_part<kN>(sum[kBoxes - 1], odd_, even_, !kWide, early, rank_ring);
+        add_last_part<kN>(sum[kBoxes - 1], odd_, even_, !kPairs, early, rank_ring);
         return false;
       }
-      add_part<kN, false>(sum[kBoxes - 1], odd_, even_, !kWide);
+      add_part<kN, false>(sum[kBoxes - 1], odd_, even_, !kPairs);
     }
   }
 
@@ -333,7 +333,7 @@ class Consumer {
   template <int kN, bool kOdd>
   __device__ __forceinline__ void add_part(float (&sum)[kN / 2], const Operand& a, Operand& next,
                                            bool holds) {
-    const uint64_t b = rows_start_ + slot_ * (Map::kRowBytes / 16);
+    const uint64_t b = rows_of(!kOdd);
     add_steps<kN, 0, 2>(sum, a, b);
     free_part_before(holds);
     Fetched fetched;
@@ -349,12 +349,18 @@ class Consumer {
   __device__ __forceinline__ void add_last_part(float (&sum)[kN / 2], const Operand& a,
                                                 Operand& next, bool holds, bool early,
                                                 Ring<Map::kStages>& rank_ring) {
-    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (Map::kRowBytes / 16));
+    add_steps<kN, 0, 4>(sum, a, rows_of(Map::kHalves == 2));
     free_part_before(holds);
     rank_ring = ring_;
     if (!early) return;
     ring_.skip(rank_stages_);
     fetch_all(next);
+  }
+
+  // The rows of x of the part that was decoded last; `second` of two halves.
+  __device__ __forceinline__ uint64_t rows_of(bool second) const {
+    const bool lower = Map::kHalves == 2 && second;
+    return rows_start_ + slot_ * (Map::kRowBytes / 16) + (lower ? Map::kHalfBytes / 16 : 0);
   }
 
   template <int kN, int kFirst, int kEnd>
@@ -377,23 +383,39 @@ class Consumer {
   }
 
   // What the left operand of the next part is decoded from, of the stage that the ring has come to
-  // or, second of a wide tile, of the last one; kOdd: whether the part's number in its tile is odd.
+  // or, the second of a pair, of the last one; kOdd: whether the part's number in its tile is odd.
   template <bool kOdd>
-  __device__ __forceinline__ void fetch(Fetched& fetched) {
-    constexpr bool kSecond = kBoxes == 2 && kOdd;
+  __device__ __forceinline__ void fetch(Fetched& fetched, bool begins = false) {
+    constexpr bool kSecond = Map::kParts == 2 && kOdd;
     if constexpr (!kSecond) {
       sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
       see_copies();
       slot_ = ring_.slot;
       ring_.advance();
     }
-    decode_.template fetch<kOdd>(fetched, at_, slot_, kSecond);
+    const uint32_t packed = at_.packed(slot_, kBoxes == 2 && kSecond);
+    if constexpr (kGrouped<kAlong, kFormat>) {
+      decode_.template fetch<kOdd>(fetched, packed, next_of_group(begins));
+    } else {
+      decode_.template fetch<kOdd>(fetched, packed, at_.scales(slot_, kSecond));
+    }
+  }
+
+  // Where the next part's scales lie in its group; a tile begins with a group of its own.
+  __device__ __forceinline__ uint32_t next_of_group(bool begins) {
+    if (begins || scales_ % (4 * kGroupParts) == 0) {
+      scales_ = at_.scales(group_, 0);
+      group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+    }
+    const uint32_t found = scales_;
+    scales_ += 4;
+    return found;
   }
 
   // Of a tile's first part.
   __device__ __forceinline__ void fetch_all(Operand& a) {
     Fetched fetched;
-    fetch<false>(fetched);
+    fetch<false>(fetched, true);
     decode_.template decode<0>(a[0], fetched);
     decode_.template decode<1>(a[1], fetched);
     decode_.template decode<2>(a[2], fetched);
@@ -532,6 +554,8 @@ class Consumer {
   Ring<Map::kStages> ring_;  // the next stage to be decoded
   uint32_t slot_ = 0;        // of the stage that was decoded last
   uint32_t before_ = 0;      // of the stage that was multiplied last
+  uint32_t scales_ = 0;      // where the next part's lie, if its group goes on
+  int group_ = 0;            // the next one's place
   Operand even_, odd_;       // decoded parts, in turns; a tile begins with even_
 };
 
@@ -605,11 +629,11 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
 }
 
 template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
-__global__ void __launch_bounds__(kThreads, (TileShape<kFormat, kFew>::kBlocks))
+__global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kFew>::kBlocks))
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  using Map = SharedMap<kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kFew>;
   const Map at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);

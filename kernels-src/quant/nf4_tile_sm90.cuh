@@ -42,18 +42,23 @@ constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memo
 // of each of two boxes, decoding one beside the products of the other: rows of x are read and
 // stages waited for half as often, and the sums of fewer rows leave the registers for it. Where
 // experts have few rows a stage is a chain of latencies, from its bytes to its products, that one
-// block does not fill the time of: tiles are lower and two blocks share a multiprocessor.
-template <Format kFormat, bool kFew>
+// block does not fill the time of: tiles are lower and two blocks share a multiprocessor. Along, a
+// stage is twice as deep there, since TMA copies line by line.
+template <bool kAlong, Format kFormat, bool kFew>
 struct TileShape {
   static constexpr bool kWide = kFormat == Format::kFp8;
   static_assert(!(kWide && kFew));
   static constexpr int kBlocks = kFew ? 2 : 1;  // per multiprocessor
   static constexpr int kBoxes = kWide ? 2 : 1;
+  static constexpr int kHalves = kFew && kAlong ? 2 : 1;  // of kDepth each
+  static constexpr int kParts = kBoxes * kHalves;         // of a stage, decoded one by one
+  static constexpr int kStageDepth = kHalves * kDepth;
   static constexpr int kColumns = kBoxes * kBoxColumns;
   static constexpr int kTokens = kFew ? kFewTokens : kWide ? 144 : 256;  // most rows
   static constexpr int kHeightClasses = kTokens / kHeightStep + 1;
-  static constexpr int kStages = kFew ? 8 : kWide ? 6 : 5;
-  static constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
+  static constexpr int kStages = kFew ? 8 / kHalves : kWide ? 6 : 5;
+  static constexpr int kHalfBytes = kTokens * sm90::kLineBytes;  // of x
+  static constexpr int kRowBytes = kHalves * kHalfBytes;         // per stage
   // Of the 168 * 384 that the kernel starts with, or 80 * 384
   static constexpr int kLoaderRegisters = kFew ? 32 : kWide ? 40 : 56;
   static constexpr int kConsumerRegisters = kFew ? 104 : kWide ? 232 : 224;
@@ -67,6 +72,11 @@ constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
 // Words of scales of a box. Along: one per column; across: kDepth per consumer.
 constexpr int kScaleBytes = 4 * kBoxColumns;
 static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+// Float scales along come for 4 parts of the sum at once: a copy of 16 bytes occupies shared memory
+// no longer than one of 4, as the lines of a warp's columns lie apart.
+constexpr int kGroupParts = 4;
+template <bool kAlong, Format kFormat>
+constexpr bool kGrouped = kAlong && kFormat == Format::kFourBit;
 
 // The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
 // read it.
@@ -74,16 +84,19 @@ constexpr int kWriters = kWarpgroup + 1;
 constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
-template <Format kFormat, bool kFew>
-struct SharedMap : TileShape<kFormat, kFew> {
-  using Shape = TileShape<kFormat, kFew>;
-  using Shape::kBoxes, Shape::kRowBytes, Shape::kStages;
+template <bool kAlong, Format kFormat, bool kFew>
+struct SharedMap : TileShape<kAlong, kFormat, kFew> {
+  using Shape = TileShape<kAlong, kFormat, kFew>;
+  using Shape::kParts, Shape::kRowBytes, Shape::kStages;
 
   static constexpr int kAlignment = sm90::kGroupBytes;
   static constexpr uint32_t kTableBytes = 4 * Shape::kTokens;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
-  static constexpr uint32_t kScales = kPacked + kStages * kBoxes * kBoxBytes<kFormat>;
-  static constexpr uint32_t kTables = kScales + kStages * kBoxes * kScaleBytes;
+  static constexpr uint32_t kScales = kPacked + kStages * kParts * kBoxBytes<kFormat>;
+  // Each group has at least one stage, so none is read any more when the stage is filled that
+  // begins the group kStages further on.
+  static constexpr int kScaleSets = kGrouped<kAlong, kFormat> ? kGroupParts : kParts;  // per stage
+  static constexpr uint32_t kTables = kScales + kStages * kScaleSets * kScaleBytes;
   // Sources of two tiles; targets and gates of each consumer.
   static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
@@ -100,11 +113,13 @@ struct SharedMap : TileShape<kFormat, kFew> {
   }
 
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const { return base + slot * kRowBytes; }
+  // Of a box; two halves share one, whose lines hold both.
   __device__ __forceinline__ uint32_t packed(uint32_t slot, int box) const {
-    return base + kPacked + (slot * kBoxes + box) * kBoxBytes<kFormat>;
+    return base + kPacked + (slot * kParts + box) * kBoxBytes<kFormat>;
   }
-  __device__ __forceinline__ uint32_t scales(uint32_t slot, int box) const {
-    return base + kScales + (slot * kBoxes + box) * kScaleBytes;
+  // Of a part of a stage; of a group, 16 bytes per column, part 0.
+  __device__ __forceinline__ uint32_t scales(uint32_t slot, int part) const {
+    return base + kScales + (slot * kScaleSets + part) * kScaleBytes;
   }
   __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
   __device__ __forceinline__ int* targets(int consumer) const {
@@ -133,14 +148,17 @@ struct SharedMap : TileShape<kFormat, kFew> {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap<Format::kFp8, false>::kBytes <= 227 * 1024 &&
-              SharedMap<Format::kFourBit, false>::kBytes <= 227 * 1024);
-static_assert(2 * (SharedMap<Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024);
-static_assert(TileShape<Format::kFp8, false>::kRowBytes % 1024 == 0 &&
+static_assert(SharedMap<true, Format::kFp8, false>::kBytes <= 227 * 1024 &&
+              SharedMap<true, Format::kFourBit, false>::kBytes <= 227 * 1024);
+static_assert(2 * (SharedMap<true, Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024 &&
+              2 * (SharedMap<false, Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024);
+static_assert(TileShape<true, Format::kFp8, false>::kHalfBytes % 1024 == 0 &&
+              TileShape<true, Format::kFourBit, true>::kHalfBytes % 1024 == 0 &&
               kBoxBytes<Format::kFourBit> % 1024 == 0);
 
 struct Arguments {
-  CUtensorMap packed;  // (E, N, bytes), boxes of 128 rows x 64 of K (along) or 64 rows x 128 of K
+  // (E, N, bytes), boxes of 128 rows x 64 of K (along; few 128) or 64 rows x 128 of K
+  CUtensorMap packed;
   const void* absmax;  // scales of blocks
   const float* codebook;
   const char* x;       // rows of `depth`

@@ -89,7 +89,7 @@ def test_a_product_that_activates_spares_the_launch(
     def compiled(*operands, activated=None, early=False, **options):
         *others, out = operands
         stored.append(out.shape[0])
-        wide = out if out.shape[0] else out.new_empty((others[5].shape[0], out.shape[1]))
+        wide = out if out.shape[0] else out.new_empty((others[5].slots.shape[0], out.shape[1]))
         by_triton(*others, wide, **options)
         if activated is not None:
             activated.copy_(glu(wide, "silu", False))
@@ -120,17 +120,17 @@ class Launches:
         "expert_products",
     )
 
-    def __init__(self, place, monkeypatch) -> None:
+    def __init__(self, place, packs, monkeypatch) -> None:
         self.found: list[tuple[str, str, bool, bool]] = []
         self.stream = "first"
         for name in self.NAMES:
             monkeypatch.setattr(place, name, self.noted(name))
+        monkeypatch.setattr(packs, "reorder", self.noted("reorder"))
         monkeypatch.setattr(place, "beside", lambda *_, **__: contextlib.nullcontext(self))
 
     def noted(self, name: str):
-        def launch(*operands, early=False, signals=False, **_):
-            if name == "product_of_stack":  # the compiled one lets the next begin
-                early, signals = operands[3]["early"], "activated" in operands[3]
+        def launch(*operands, early=False, signals=False, **options):
+            signals |= "activated" in options  # the compiled product lets the next begin
             self.found.append((self.stream, name, early, signals))
             if name == "glu_triton":
                 return operands[0].chunk(2, 1)[0].contiguous()
@@ -162,7 +162,8 @@ def test_early_launches_follow_what_lets_them_begin(
     formats = submodule("kernels.quant.formats")
     monkeypatch.setattr(place, "overlaps", lambda _: True)
     monkeypatch.setattr(formats.InRegisters, "activates", lambda *_: activates)
-    launches = Launches(place, monkeypatch)
+    packs = submodule("kernels.experts.gated_launch_triton")
+    launches = Launches(place, packs, monkeypatch)
     ranks = {} if lora else {"rank": None, "rank_down": None, "wanted": ("x", "gates")}
     PackedLayer(moe, device, PackedProblem(quant_type="fp8", **ranks)).step()
     signalled = {"first": False, "second": False}

@@ -36,6 +36,13 @@ def as_operand(submodule, opened: tuple):
     return formats.Stack(kind, (packed, absmax, table), stored, True)
 
 
+def order_of_five(submodule):
+    """Five rows of the first expert."""
+    slots, tiles = torch.arange(5), torch.zeros(1, 3)
+    kind = submodule("kernels.experts.expert_sort").ExpertOrder
+    return kind.of(slots, torch.tensor((0, 5, 5, 5)), slots, tiles, 64, 1)
+
+
 def rows(width: int = STORED[2], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.ones(5, width, dtype=dtype)
 
@@ -72,11 +79,10 @@ def test_what_it_cannot_take_is_said_in_words(module, reason):
 
 
 def test_refused_operands_raise_before_the_op(module):
-    packed, absmax, _, _, stored, *_ = stack(blocksize=32)
     place = {"along": True, "fan": 0, "grouped_out": True}
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)))
     with pytest.raises(ValueError, match="cannot take this product: the blocksize must be 64"):
-        stack_of = (packed, absmax, torch.ones(16), stored, 32)
-        module.packed_product(rows(), *stack_of, *order()[:2], **place)
+        module.packed_product(rows(), stack(blocksize=32), *order, **place)
 
 
 def test_python_repeats_the_limits_of_the_source(module):
@@ -86,11 +92,6 @@ def test_python_repeats_the_limits_of_the_source(module):
     assert named in (SOURCES / "nf4_product.h").read_text()
     assert f"kMaxExperts = {module.MAX_EXPERTS};" in tile
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
-
-
-def order() -> tuple:
-    """Slots, offsets and tiles of five rows of the first expert."""
-    return torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3)
 
 
 @pytest.fixture
@@ -181,13 +182,14 @@ def test_the_ops_take_what_path_and_times_say(
     seen = []
     monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
     _, n, k = STORED
+    order = order_of_five(submodule)
     out = None if refused == "out" else rows(n)
     opened = as_operand(submodule, stack())
     x = rows(k, torch.float16 if refused == "half" else torch.bfloat16)
-    operands = (x, opened, True, rows(8), torch.ones(3, 8, n), *order(), out)
-    options = {"tile_rows": 64, "fan": 1, "scatter": True}
+    operands = (x, opened, rows(8), torch.ones(3, 8, n), order, out)
+    options = {"slice_experts": 0, "path": path, "fan": 1, "scatter": True}
     dispatch.say_once.cache_clear()
-    forward.product_of_stack(operands, 0, "forward", options, path)
+    forward.product_of_stack(*operands, direction="forward", **options)
     accepts = refused is None or (refused == "device" and path == "compiled")
     wanted = path == "compiled" or (path == "measured" and pays)
     assert [name for name, *_ in asked] == ["compiled" if wanted and accepts else "triton"]
@@ -197,12 +199,13 @@ def test_the_ops_take_what_path_and_times_say(
 
 
 @pytest.mark.usefixtures("on_device")
-def test_an_activation_is_not_dropped_where_the_op_cannot_take_the_product(module):
+def test_an_activation_is_not_dropped_where_the_op_cannot_take_the_product(module, submodule):
     _, n, k = STORED
+    order = order_of_five(submodule)
     x, opened = rows(k, torch.float16), stack()
     with pytest.raises(ValueError, match="applies an activation: it needs bfloat16"):
         module.prefer_compiled(
-            x, opened, True, rows(8), None, *order(), rows(n), activated=rows(n // 2)
+            x, opened, True, rows(8), None, order, rows(n), activated=rows(n // 2)
         )
 
 
@@ -222,11 +225,13 @@ def test_nested_scales_and_other_ranks_are_made_plain(
     low = torch.randn(400, rank, device=device).bfloat16()
     factor = torch.randint(-8, 8, (3, n, rank), device=device).float().mT
     offsets = torch.tensor((0, 200, 300, 400), device=device)
-    place = (torch.arange(400, device=device), offsets, torch.zeros(9, 3, device=device))
+    slots, tiles = torch.arange(400, device=device), torch.zeros(9, 3, device=device)
+    kind = submodule("kernels.experts.expert_sort").ExpertOrder
+    order = kind.of(slots, offsets, slots, tiles, 64, 1)
     x, out = (torch.ones(400, size, device=device).bfloat16() for size in (k, n))
-    options = {"tile_rows": 64, "fan": 0, "scatter": False}
-    operands = (x, stack, True, low, factor, *place, out)
-    forward.product_of_stack(operands, 0, "forward", options, path)
+    options = {"slice_experts": 0, "path": path, "fan": 0, "scatter": False}
+    operands = (x, stack, low, factor, order, out)
+    forward.product_of_stack(*operands, direction="forward", **options)
     ((_, (_, _, scales, _, _, _, _, given, wide, *_), _),) = asked
     tensors = record.tensors
     code, scale, offset = (tensors[name] for name in record.format.NESTED)
@@ -276,10 +281,11 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     depth, columns = (k, n) if last else (n, k)
     low, factor = rows(8), torch.ones(3, 8, columns)
     out = None if refused == "out" else rows(columns)
-    options = {"tile_rows": 64, "fan": 2, "scatter": False}
+    order = order_of_five(submodule)
+    options = {"fan": 2, "scatter": False}
     met = {"other": rows(columns), "other_fan": 1, "gates": torch.rand(5, 1)}
     x = rows(depth, torch.float16 if refused == "half" else torch.bfloat16)
-    operands = (x, stack(), last, low, factor, *order(), out)
+    operands = (x, stack(), last, low, factor, order, out)
     options |= met
     dots = module.prefer_compiled(*operands, **options)
     ((name, given, kept),) = asked

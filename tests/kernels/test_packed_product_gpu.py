@@ -50,6 +50,11 @@ def decoded(submodule, a: dict, dtype: torch.dtype) -> torch.Tensor:
     return submodule("reference.fp8").fp8_dequant(*stack, block, dtype)
 
 
+def run(module, packed, absmax, codebook, stored, blocksize, kind, block_rows=1, **others):
+    stack = (packed, absmax, codebook, None, stored, blocksize, kind, block_rows)
+    return module.packed_product(stack=module.PackedStack(*stack), **others)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Integer operands: every sum is exact in float32, so there is one right answer."""
@@ -174,7 +179,7 @@ def check(module, device, submodule, problem: Problem) -> None:
     arguments, expected = problem.operands(device, submodule)
     flat = torch.full((expected.numel() + 2 * GUARD,), torch.nan, device=device).bfloat16()
     out = flat[GUARD : GUARD + expected.numel()].view(expected.shape)
-    assert module.packed_product(**arguments, out=out) is out
+    assert run(module, **arguments, out=out) is out
     assert torch.equal(out, expected), problem
     assert flat[:GUARD].isnan().all(), problem
     assert flat[GUARD + expected.numel() :].isnan().all(), problem
@@ -263,12 +268,12 @@ def test_an_activation_in_the_product_has_the_bits_of_its_own_launch(
     problem = Fp8((0, 80, 81, 144, 145, 300, 1), n, 192, True, rank, 1, **bias)
     arguments, _ = problem.operands(device, submodule)
     arguments["x"] = arguments["x"] / 64  # where silu bends
-    wide = module.packed_product(**arguments)
+    wide = run(module, **arguments)
     expected = submodule("kernels.experts.rows_triton").glu_triton(wide, "silu", False)
     for early in (False, True):
         out = torch.full((len(wide) if keeps else 0, n), torch.nan, device=device).bfloat16()
         h = torch.full_like(expected, torch.nan)
-        module.packed_product(**arguments, out=out, activated=h, early=early)
+        run(module, **arguments, out=out, activated=h, early=early)
         assert_same_bits(h, expected)
         if keeps:
             assert_same_bits(out, wide)
@@ -285,9 +290,9 @@ def test_an_activation_goes_with_fp8_in_expert_order_alone(module, submodule, de
         arguments, _ = problem.operands(device, submodule)
         h = torch.empty(30, 64, dtype=torch.bfloat16, device=device)
         with pytest.raises(RuntimeError, match="the activation goes with FP8 along stored rows"):
-            module.packed_product(**arguments, activated=h)
+            run(module, **arguments, activated=h)
     with pytest.raises(RuntimeError, match=r"activated must be \(R, columns / 2\)"):
-        module.packed_product(**{**arguments, "gates": None}, activated=h[:, 1:])
+        run(module, **{**arguments, "gates": None}, activated=h[:, 1:])
 
 
 @pytest.mark.parametrize("along", (True, False))
@@ -317,7 +322,7 @@ def test_a_weight_is_used_as_it_decodes(module, submodule, device, codebook, kin
     eye = torch.eye(depth, device=device).bfloat16().repeat(experts, 1)
     offsets = torch.arange(experts + 1, device=device) * depth
     place = {"slots": torch.arange(experts * depth, device=device), "offsets": offsets}
-    out = module.packed_product(eye, **a, **place, along=along, fan=0, grouped_out=True)
+    out = run(module, x=eye, **a, **place, along=along, fan=0, grouped_out=True)
     expected = (dense.mT if along else dense).reshape(experts * depth, -1)
     assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
@@ -332,14 +337,14 @@ def test_bits_of_a_row_depend_on_that_row(module, submodule, device, along):
     arguments["codebook"] = torch.randn(16, device=device)
     arguments["absmax"] = torch.rand_like(arguments["absmax"])
     arguments["slots"] = torch.arange(600, device=device)
-    first = module.packed_product(**arguments)
+    first = run(module, **arguments)
     for _ in range(20):
-        assert_same_bits(module.packed_product(**arguments), first)
+        assert_same_bits(run(module, **arguments), first)
     for half in (1, 17, 64, 65, 81, 97, 128, 129, 145, 161, 177, 200, 241, 257, 290, 299):
         part = {**arguments, "offsets": torch.tensor([0, half, 2 * half], device=device)}
         for name in ("x", "low", "slots"):
             part[name] = arguments[name][: 2 * half]
-        assert_same_bits(module.packed_product(**part)[:half], first[:half])
+        assert_same_bits(run(module, **part)[:half], first[:half])
 
 
 @pytest.mark.parametrize("along", (True, False))
@@ -348,7 +353,7 @@ def test_scales_behind_a_stack_are_not_used(module, submodule, device, along):
     problem = Nf4((70, 0), 136, 64, along)
     arguments, expected = problem.operands(device, submodule)
     arguments["absmax"][136:] = torch.inf
-    out = module.packed_product(**arguments)
+    out = run(module, **arguments)
     assert torch.equal(out, expected)
 
 
@@ -362,9 +367,9 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
     offsets = torch.tensor((0, 250, 610, 900), device=device)
     slots = torch.arange(900, device=device)
     x = torch.randn(900, dense.shape[1], device=device).bfloat16()
-    stack = (packed, absmax, codebook, stored, 64)
+    stack = module.PackedStack(packed, absmax, codebook, None, stored, 64)
     place = {"along": along, "fan": 0, "grouped_out": True}
-    out = module.packed_product(x, *stack, slots, offsets, **place)
+    out = module.packed_product(x, stack, slots, offsets, **place)
     parts = x.double().split((250, 360, 290))
     exact = torch.cat([part @ weight for part, weight in zip(parts, dense, strict=True)])
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
@@ -383,14 +388,14 @@ def test_stacks_beyond_two_to_the_31_elements(module, device):
     offsets = torch.zeros(71, dtype=torch.int64, device=device)
     offsets[70:] = 40
     slots = torch.arange(40, device=device)
-    stack = (packed, absmax, torch.arange(16.0, device=device), stored, 64)
+    stack = module.PackedStack(packed, absmax, torch.arange(16.0, device=device), None, stored, 64)
     place = {"fan": 0, "grouped_out": True}
-    out = module.packed_product(x, *stack, slots, offsets, along=True, **place)
+    out = module.packed_product(x, stack, slots, offsets, along=True, **place)
     values = (rows[69, :, 0] >> 4).float()
     assert torch.equal(out, (x[:, :1].float() * values).bfloat16())
     back = torch.zeros(40, 4096, device=device).bfloat16()
     back[:, 5] = x[:, 0]
-    out = module.packed_product(back, *stack, slots, offsets, along=False, **place)
+    out = module.packed_product(back, stack, slots, offsets, along=False, **place)
     assert torch.equal(out[:, 0], (x[:, 0].float() * values[5]).bfloat16())
     assert not out[:, 1:].any()
 
@@ -407,7 +412,7 @@ def test_operands_that_do_not_fit_are_refused(module, submodule, device):
         ("fan", -1, "x must be bfloat16 rows"),
     ):
         with pytest.raises(RuntimeError, match=reason):
-            module.packed_product(**{**arguments, name: value})
+            run(module, **{**arguments, name: value})
 
 
 @pytest.mark.parametrize("scatter", (True, False))
@@ -421,7 +426,6 @@ def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, sca
         torch.arange(3, device=device), torch.tensor([100, 60, 4], device=device)
     )
     order = order.expert_sort(ids[:, None], 2, tile_rows=64)
-    slots, offsets, tiles = order.slots, order.offsets, order.tiles
     packed, absmax, codebook = (arguments[name] for name in ("packed", "absmax", "codebook"))
     inner = None
     if nested:
@@ -434,17 +438,16 @@ def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, sca
         torch.cat((rows, rows[:4])) for rows in (arguments["x"].contiguous(), arguments["low"])
     )
     operands = (x, stack, True, low[:, :rank].contiguous(), arguments["factor"][:, :rank])
-    options = {"tile_rows": 64, "fan": 1, "scatter": scatter}
+    options = {"fan": 1, "scatter": scatter}
     by_triton = submodule("kernels.quant.packed_product_triton").packed_product
     out, expected = torch.full((2, 164, 136), torch.nan, device=device).bfloat16()
-    order = (slots, offsets, tiles)
-    assert module.prefer_compiled(*operands, *order, out, **options) is None
-    by_triton(*operands, *order, expected, **options)
+    assert module.prefer_compiled(*operands, order, out, **options) is None
+    by_triton(*operands, order, expected, **options)
     assert torch.equal(out, expected)  # integers
     other = torch.randn(164, 136, device=device).bfloat16()
     options |= {"gates": torch.rand(164, 1, device=device), "other": other, "other_fan": 1}
-    dots = module.prefer_compiled(*operands, *order, out, **options)
-    right = by_triton(*operands, *order, expected, **options)
+    dots = module.prefer_compiled(*operands, order, out, **options)
+    right = by_triton(*operands, order, expected, **options)
     assert relative_error(out, expected) <= 5e-3
     assert relative_error(dots, right) <= 5e-3
     assert not dots[160:].any() and dots[:160].all()  # by slot; the last four are sentinels
@@ -462,7 +465,7 @@ def test_ends_of_the_scales(module, device, scale, along):
     place = {"slots": torch.arange(128, device=device), "along": along}
     place |= {"offsets": torch.tensor([0, 128], device=device), "fan": 0, "grouped_out": True}
     a = {"packed": packed, "absmax": scales.view(-1), "codebook": None, "stored": stored}
-    out = module.packed_product(eye, **a, blocksize=32, kind="mxfp4", **place)
+    out = run(module, x=eye, **a, blocksize=32, kind="mxfp4", **place)
     out = out.mT if along else out  # (N, K)
     block, met = out[5, 32:64], [5, slice(32, 64)]
     if scale == 255:  # zeros of the unit matrix meet it, too

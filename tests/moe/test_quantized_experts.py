@@ -316,7 +316,6 @@ def test_record_checks_its_sizes(weights):
         ("packed must be 25 bytes", {"stored": (2, 5, 5)}),
         (r"shape \(E, N, K\)", {"stored": (8, 6)}),
         ("strategy must be one of", {"strategy": "best"}),
-        (r'strategy="resident" .* is gone.*use "chunked"', {"strategy": "resident"}),
         (r"must be those named \['packed', 'absmax'\]", {"tensors": {"absmax": good["absmax"]}}),
     ):
         with pytest.raises(ValueError, match=words):
@@ -395,7 +394,7 @@ def test_selective_weights_dense_and_packed(opt):
     assert_same_bits(packed, select(dense, active))
     assert_same_bits(packed[:2], dense[[1, 4]])
     for weight in (dense, torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"weight of shape .* must hold the experts .*, 4"):
+        with pytest.raises(ValueError, match=r"weight of shape .* must hold 4 experts"):
             select(weight, opt.moe.active_experts(routed(opt, [[0]], 4)))
     with pytest.raises(ValueError, match="dtype is needed"):
         select(experts.quantized_weight(), active)

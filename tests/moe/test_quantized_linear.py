@@ -241,8 +241,6 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
     assert choose(8, 128, "chunked").name == "chunked"
     with pytest.raises(ValueError, match="wanted must be one of"):
         choose(8, 128, "quick")
-    with pytest.raises(ValueError, match=r'wanted="resident" .* is gone'):
-        choose(8, 128, "resident")
 
 
 @pytest.mark.parametrize("strategy", ("fused", "chunked"))

@@ -81,9 +81,8 @@ def _heard(mesh: Any, text: str) -> str:
     """The text of the rank that has one, on every rank of a mesh."""
     from torch.distributed.tensor import DTensor, Shard
 
-    row = torch.zeros(1, MESSAGE, dtype=torch.uint8)
-    content = text.encode()[:MESSAGE]
-    row[0, : len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    content = text.encode()[:MESSAGE].ljust(MESSAGE, b"\0")
+    row = torch.tensor([list(content)], dtype=torch.uint8)
     rows = DTensor.from_local(
         row.to(mesh.device_type), mesh, [Shard(0)] * mesh.ndim, run_check=False
     )

@@ -49,15 +49,19 @@ def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tens
     Raises:
         ValueError: shapes that are not two matrices of one rank per expert.
     """
+    _check_matrices(lora_A, lora_B, num_experts)
+    a = lora_A.unflatten(0, (num_experts, -1))
+    b = lora_B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    return a, b
+
+
+def _check_matrices(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> None:
     matrices = lora_A.ndim == lora_B.ndim == 2 and lora_A.shape[0] == lora_B.shape[1]
     if not matrices or num_experts < 1 or lora_A.shape[0] % num_experts:
         raise ValueError(
             f"lora_A must be (experts*r, in) and lora_B (out, experts*r) with {num_experts} "
             f"experts, got {tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
         )
-    a = lora_A.unflatten(0, (num_experts, -1))
-    b = lora_B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
-    return a, b
 
 
 class PeftFactors(LoraFactors):
@@ -168,15 +172,7 @@ def selective_lora_weights(
         TypeError: active_experts is no dense tensor of int32 or int64.
         ValueError: active_experts is not 1-D, or shapes that are not E experts of one rank.
     """
-    if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
-        raise ValueError(
-            "lora_A must be (experts*r, in) and lora_B (out, experts*r), got "
-            f"{tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
-        )
-    if num_experts < 1 or lora_A.shape[0] % num_experts:
-        raise ValueError(
-            f"lora_A has {lora_A.shape[0]} rows, which num_experts={num_experts} does not divide"
-        )
+    _check_matrices(lora_A, lora_B, num_experts)
     check_tensor("active_experts", active_experts, 1, (torch.int32, torch.int64))
     a = lora_A.unflatten(0, (num_experts, -1)).index_select(0, active_experts)
     b = lora_B.unflatten(1, (num_experts, -1)).index_select(1, active_experts)

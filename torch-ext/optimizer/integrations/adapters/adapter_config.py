@@ -46,6 +46,8 @@ class AdapterOptions:
             raise ValueError(f"use_rslora must be True or False, got {self.rslora!r}")
 
 
+Targets = dict[str, dict[str, AdapterOptions]]  # by names of the experts module and its parameter
+
 # Options that change what the factors mean, with the values that do not.
 PLAIN = {
     "peft_type": ("LORA",),
@@ -102,10 +104,7 @@ def read_config(file: Path) -> dict[str, Any]:
             for pattern in [names] if isinstance(names, str) else names:
                 _compiled(pattern, key, file, "a list of the ends of modules' names")
     if not config.get("target_parameters"):
-        raise ValueError(
-            f"{file} targets no parameters, so it has nothing for experts; load it with "
-            "peft.PeftModel.from_pretrained"
-        )
+        raise ValueError(f"{file} targets no parameters; load it with PeftModel.from_pretrained")
     return config
 
 
@@ -166,16 +165,14 @@ def _compiled(pattern: str, key: str, file: Path | str, remedy: str) -> re.Patte
         raise refused(f"which is no pattern ({error})") from error
 
 
-def targeted(
-    model: nn.Module, config: Mapping[str, Any], source: Path | str
-) -> dict[str, dict[str, AdapterOptions]]:
-    """The parameters of the experts that a configuration names, by module and parameter.
+def targeted(model: nn.Module, config: Mapping[str, Any], source: Path | str) -> Targets:
+    """The parameters of the experts that a configuration names.
 
     A ValueError, for a name that no experts have or a wrong rank or alpha, begins with `source`.
     """
     wanted = config["target_parameters"]
     ranks, alphas = (pattern_rules(config, f"{kind}_pattern", source) for kind in ("rank", "alpha"))
-    targets: dict[str, dict[str, AdapterOptions]] = {}
+    targets: Targets = {}
     matched: set[str] = set()
     places = _places(model)
     for where, target, full in places:

@@ -25,14 +25,7 @@ from ..models.experts import operand_shape, parameter_names
 from ..models.safetensors_reader import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import injection, peft
-from .adapter_config import (
-    AdapterOptions,
-    beyond_experts,
-    peft_release,
-    plain,
-    read_config,
-    targeted,
-)
+from .adapter_config import Targets, beyond_experts, peft_release, plain, read_config, targeted
 from .injection import PREFIX
 from .lora import (
     active_adapter,
@@ -74,7 +67,14 @@ def save_peft_adapter(
         raise ValueError(said if known else "the model has no LoRA to save; attach_lora first")
     _check_complete(model, name)
     reshard(model)
-    found, config = (injection.contents if injection.is_injected(model) else _contents)(model, name)
+    if injection.is_injected(model):
+        found, config = injection.contents(model, name)
+    else:
+        targets = {
+            where: {t: own[name] for t, own in entry.options.items() if name in own}
+            for where, entry in attached_modules(model).items()
+        }
+        found, config = _parameters(model, targets, name), _config(model, targets)
     mesh = mesh_of(found.values())
     tensors = gathered_on_cpu(found, mesh)
     text = json.dumps(config, indent=2)
@@ -89,18 +89,7 @@ def save_peft_adapter(
     write_once(mesh, write)
 
 
-def _contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of an adapter on the experts alone."""
-    targets = {
-        where: {t: by_name[adapter] for t, by_name in entry.options.items() if adapter in by_name}
-        for where, entry in attached_modules(model).items()
-    }
-    return _parameters(model, targets, adapter), _config(model, targets)
-
-
-def _parameters(
-    model: nn.Module, targets: dict[str, dict[str, AdapterOptions]], adapter: str
-) -> dict[str, nn.Parameter]:
+def _parameters(model: nn.Module, targets: Targets, adapter: str) -> dict[str, nn.Parameter]:
     """A and B of an adapter on the experts alone, by their keys in the file."""
     attached = attached_modules(model)
     return {
@@ -183,9 +172,7 @@ def _check_complete(model: nn.Module, adapter: str) -> None:
         )
 
 
-def _keys(
-    model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]
-) -> dict[tuple[str, str], tuple[str, str]]:
+def _keys(model: nn.Module, targets: Targets) -> dict[tuple[str, str], tuple[str, str]]:
     """Keys of A and B by module and parameter: PEFT nests its wrappers in the parameters' order.
 
     Where a parameter is computed (quantized), PEFT goes by the alphabet instead.
@@ -201,7 +188,7 @@ def _keys(
     return keys
 
 
-def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> dict[str, Any]:
+def _config(model: nn.Module, targets: Targets) -> dict[str, Any]:
     """adapter_config.json; ranks that differ from the most frequent one go into the patterns."""
     options = {
         f"{plain(where)}.{target}": value
@@ -236,33 +223,32 @@ def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> 
 def _files(
     path_or_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
 ) -> tuple[Path, Path]:
-    folder = Path(path_or_id)
-    if folder.is_dir():
-        files = [folder / name for name in (CONFIG, TENSORS)]
+    source = os.fspath(path_or_id)
+    if Path(source).is_dir():
+        files = tuple(Path(source) / name for name in (CONFIG, TENSORS))
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(
                     f"{file} does not exist; an adapter is {CONFIG} and {TENSORS} (pickled "
                     "adapter_model.bin files are not read: load and save them with PEFT once)"
                 )
-        return files[0], files[1]
+        return files
     if revision is None:
         raise ValueError(
-            f"{os.fspath(path_or_id)!r} is no folder; if it is a Hub repository, pass revision= "
-            "with a commit hash or tag, so that what is loaded cannot change"
+            f"{source!r} is no folder; if it is a Hub repository, pass revision= with a commit "
+            "hash or tag, so that what is loaded cannot change"
         )
-    source = os.fspath(path_or_id)
     return tuple(hub_file(source, name, revision, local_files_only) for name in (CONFIG, TENSORS))
 
 
 def _read_factors(
     model: nn.Module,
-    targets: dict[str, dict[str, AdapterOptions]],
+    targets: Targets,
     tensors: dict[str, Tensor],
     release: tuple[int, ...],
     file: Path,
     *,
-    whole: bool = False,
+    whole: bool,
 ) -> dict[str, Tensor]:
     """A (E r, in) and B (out, E r) by key, in today's layout, checked; `whole`: no others."""
     places = _keys(model, targets)
@@ -278,7 +264,9 @@ def _read_factors(
         experts = model.get_submodule(where)
         count, size_in, size_out = operand_shape(experts, target)
         a, b = (tensors[key] for key in keys)
-        of_input = _input_side(release, experts.is_transposed)
+        transposed = experts.is_transposed
+        swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
+        of_input = peft.contracts_input(swapped=swapped, transposed=transposed)
         rows = count * targets[where][target].r
         width, height = (size_in, size_out) if of_input else (size_out, size_in)
         if a.shape != (rows, width) or b.shape != (height, rows):
@@ -291,12 +279,6 @@ def _read_factors(
         pair = (a, b) if of_input else _exchanged(a, b, count)
         factors |= zip(keys, pair, strict=True)
     return factors
-
-
-def _input_side(release: tuple[int, ...], transposed: bool) -> bool:
-    """Whether A meets the input in files of a version of PEFT."""
-    swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
-    return peft.contracts_input(swapped=swapped, transposed=transposed)
 
 
 def _exchanged(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -82,8 +82,7 @@ def _check_options(config: Any, source: str) -> None:
         raise ValueError(f"{source}: LoRA on experts has no support for {others}; leave it out")
     if config.target_parameters is not None and not config.target_parameters:
         raise ValueError(
-            f"{source}: nothing to put LoRA on: target_parameters is empty; None means both "
-            "projections of the experts"
+            f"{source}: nothing to put LoRA on: target_parameters is empty; None means both"
         )
 
 
@@ -162,10 +161,7 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
     wrapped = peft.wrapped_parameters(model)
     taken = {part for name, _ in model.named_modules() for part in name.split(".")}
     if adapter in taken and adapter not in configs:
-        raise ValueError(
-            f"adapter_name={adapter!r} is part of a module's name, by which PEFT tells adapters "
-            "apart; take another"
-        )
+        raise ValueError(f"adapter_name={adapter!r} is part of a module's name; take another")
     if adapter in configs:
         if adapter in wrapped or config.target_modules or config.modules_to_save:
             raise ValueError(
@@ -181,8 +177,7 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
             )
         if configs[adapter].use_rslora != config.use_rslora:
             raise ValueError(
-                f"adapter {adapter!r} has use_rslora={configs[adapter].use_rslora}, which holds "
-                f"for all its parts, got use_rslora={config.use_rslora}"
+                f"use_rslora={config.use_rslora}: adapter {adapter!r} has another for all its parts"
             )
     places = [plain(name) for name, _, _ in stacks(model)]
     wanted = {p for p in places if any(ends(p, name) for name in config.target_parameters)}
@@ -243,8 +238,6 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
     then, one by one, and the wide ones are gone.
     """
     modules = [m for m in model.modules() if not (quantized and is_experts(m))]
-    experts = [m for m in model.modules() if quantized and is_experts(m)]
-    listed = [m for m in experts if "named_parameters" not in vars(m)]  # `_inject` enters it
     states = [(module, dict(vars(module))) for module in modules]
     values = (value for _, state in states for value in state.values())
     held = {id(value): value for value in values if isinstance(value, (dict, list, set))}
@@ -257,8 +250,6 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
         for module, state in states:
             vars(module).clear()
             vars(module).update(state)
-        for module in listed:
-            vars(module).pop("named_parameters", None)
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
@@ -435,7 +426,7 @@ def load(
 
     A ValueError says that it does not fit the model; nothing has changed then.
     """
-    from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
     fields = {field.name for field in dataclasses.fields(LoraConfig)} & HONOURED
     fields -= {"peft_version", "peft_type", "auto_mapping", "runtime_config", "init_lora_weights"}
@@ -447,11 +438,7 @@ def load(
     flags = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     with undone_on_failure(model):
         wrapped = _inject(model, own, adapter, dtype)
-        expected = get_peft_model_state_dict(
-            wrapped, adapter_name=adapter, save_embedding_layers=False
-        )
-        if not any(key.startswith(PREFIX) for key in expected):  # no PeftModel
-            tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+        expected, _ = contents(wrapped, adapter)
         sizes = [{k: tuple(t.shape) for k, t in one.items()} for one in (tensors, expected)]
         wrong = sorted({key for key, _ in sizes[0].items() ^ sizes[1].items()})
         if wrong:
@@ -460,6 +447,8 @@ def load(
                 f"{file} does not fit the model: {wrong[0]} is {there} there, {here} here "
                 f"({len(wrong)} such tensors)"
             )
+        if not isinstance(wrapped, PeftModel):
+            tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
         set_peft_model_state_dict(wrapped, tensors, adapter_name=adapter)
         use_in_transformers(wrapped)
     for parameter in wrapped.parameters():

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ...moe.layout import module_layout
 from ...moe.lora import ExpertAdapters, LoraProjection, check_factor_dtype
@@ -35,7 +34,7 @@ from ..models.quantize_in_memory import check_quantizable, quantize_experts
 from ..models.transformers import use_in_transformers
 from ..sharded_models import fully_sharded, reshard
 from . import injection, peft
-from .adapter_config import AdapterOptions, targeted
+from .adapter_config import AdapterOptions, Targets, targeted
 
 PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 
@@ -138,15 +137,17 @@ def attach_lora(
     _check_options(options, peft_config)
     check_factor_dtype(dtype)
     check_addable(model, adapter_name)
-    if (
-        peft_config is not None
-        or target_modules
-        or modules_to_save
-        or peft.first_layer(model) is not None
-    ):
+    by_peft = peft_config is not None or target_modules or modules_to_save
+    if by_peft or peft.first_layer(model) is not None:
         config = injection.config_of(model, peft_config, options)
         return injection.attach(model, config, adapter_name, quantize=quantize, dtype=dtype)
-    add_adapter(model, adapter_name, _wanted(model, options), quantize=quantize, dtype=dtype)
+    if target_parameters is None:
+        each = AdapterOptions(r, lora_alpha, use_rslora)
+        found = experts_modules(model)
+        wanted = {name: dict.fromkeys(projections(experts), each) for name, experts in found}
+    else:
+        wanted = targeted(model, options, "attach_lora")
+    add_adapter(model, adapter_name, wanted, quantize=quantize, dtype=dtype)
     if active_adapter(model) == adapter_name:
         train_adapter(model, adapter_name)
     return model
@@ -180,30 +181,16 @@ def _check_options(options: dict[str, Any], peft_config: Any) -> None:
         raise ValueError(f"peft_config says it all; leave out {twice}, or set it there")
 
 
-def _wanted(model: nn.Module, options: dict[str, Any]) -> dict[str, dict[str, AdapterOptions]]:
-    """What `attach_lora` puts on experts, by name of the module and of its parameter."""
-    if options["target_parameters"] is not None:
-        return targeted(model, options, "attach_lora")
-    each = AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"])
-    return {
-        name: dict.fromkeys(projections(experts), each) for name, experts in experts_modules(model)
-    }
-
-
 def add_adapter(
     model: nn.Module,
     adapter: str,
-    wanted: dict[str, dict[str, AdapterOptions]],
+    wanted: Targets,
     *,
     quantize: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Create an adapter on experts, frozen, or raise as `attach_lora`; all checks come first.
-
-    `wanted` is by name of the experts module and of its parameter.
-    """
+    """Create an adapter on experts that are `check_addable`, frozen, or raise as `attach_lora`."""
     found = dict(experts_modules(model))
-    check_addable(model, adapter)
     if not any(wanted.values()):
         raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
     for name, targets in wanted.items():
@@ -212,13 +199,12 @@ def add_adapter(
             raise ValueError(f"target_parameters: {name} has LoRA on {allowed}, not {others[0]!r}")
     if quantize is not None:
         quantize_experts(model, quantize)  # first: it can run out of memory
-    before = attached_modules(model)
     active = active_adapter(model)
     use_in_transformers(model)
     with injection.undone_on_failure(model):  # as the memory may be too short
         for name, targets in wanted.items():
             experts = found[name]
-            if name not in before:
+            if ATTACHED not in experts._modules:
                 experts.add_module(ATTACHED, AttachedLora(experts))
                 experts.register_forward_pre_hook(_refuse_other_implementations)
             for target, options in targets.items():
@@ -238,19 +224,19 @@ def attached_modules(model: nn.Module) -> dict[str, AttachedLora]:
     return {
         name: experts._modules[ATTACHED]
         for name, experts in experts_modules(model)
-        if isinstance(experts._modules.get(ATTACHED), AttachedLora)
+        if ATTACHED in experts._modules
     }
 
 
 def active_adapter(model: nn.Module) -> str | None:
     """The adapter in use, enabled or not; None if there is none."""
-    ours = next((entry.active for _, entry in _projections(model) if entry.active), None)
+    ours = next((entry.active for entry in _projections(model) if entry.active), None)
     return ours or injection.active_adapter(model)
 
 
 def known_adapters(model: nn.Module) -> list[str]:
     """Names of all adapters, ours and PEFT's."""
-    ours = {name for _, entry in _projections(model) for name in entry.adapters}
+    ours = {name for entry in _projections(model) for name in entry.adapters}
     return sorted(ours | injection.configurations(model).keys())
 
 
@@ -270,17 +256,14 @@ def set_lora(model: nn.Module, adapter_name: str | None, *, trainable: bool = Fa
     entries = _checked_projections(model)
     if adapter_name is None and injected:
         raise ValueError("adapter_name=None: PEFT keeps one adapter active; disable_lora(model)")
-    if adapter_name is not None and (
-        not isinstance(adapter_name, str) or adapter_name not in known
-    ):
+    if adapter_name is not None and adapter_name not in known:
         raise ValueError(
-            f"adapter_name={adapter_name!r} is not attached; there are {known}, and one can be "
-            "active"
+            f"adapter_name={adapter_name!r} is not attached; there are {known}, one can be active"
         )
     _refuse_merged(model, "set another adapter")
     if injected:
         injection.set_adapter(model, adapter_name)
-    for _, entry in entries:
+    for entry in entries:
         entry.set_adapter(adapter_name if adapter_name in entry.adapters else None)
     mark(model)
     if trainable and adapter_name is not None:
@@ -310,14 +293,14 @@ def _enable(model: nn.Module, enabled: bool) -> None:
     if not enabled:
         _refuse_merged(model, "disable it")
     injection.enable(model, enabled)
-    for _, entry in entries:
+    for entry in entries:
         entry.enabled = enabled
 
 
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the with block, as for the reference model of DPO or GRPO."""
-    before = any(entry.enabled for _, entry in _projections(model))
+    before = any(entry.enabled for entry in _projections(model))
     before |= any(not layer.disable_adapters for _, layer in injection.layers(model))
     disable_lora(model)
     try:
@@ -350,30 +333,21 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
     reshard(model)
     work = []
     for experts, attached in _located(model):
-        for target, projection in attached.items():
+        for target, weight in _weights(experts).items():
+            projection = attached[target]
             if projection.active is None:
                 continue
             if not projection.enabled:
                 raise ValueError("the adapter is switched off; enable_lora(model) first")
-            if parametrize.is_parametrized(experts):
-                raise ValueError(
-                    f"{type(experts).__name__} computes its weights from other parameters "
-                    "(quantized); LoRA cannot be merged into them"
-                )
-            work.append((projection, _weights(experts)[target], attached.layout))
+            work.append((projection, weight, attached.layout))
     if not work:
         raise ValueError("no adapter is active; attach_lora or set_lora first")
     for projection, weight, layout in work:
         projection.check_mergeable(weight, layout, _factors(projection))
     try:
         for projection, weight, layout in work:
-            projection.merge(
-                local(weight),
-                layout,
-                keep_on=keep_on,
-                factors=_factors(projection),
-                pieces=pieces(weight),
-            )
+            parts = {"factors": _factors(projection), "pieces": pieces(weight)}
+            projection.merge(local(weight), layout, keep_on=keep_on, **parts)
     except BaseException:  # the memory may be too short half-way
         for projection, weight, _ in work:
             if projection.merged:
@@ -419,16 +393,11 @@ def detach_lora(model: nn.Module) -> nn.Module:
 def _factors(projection: LoraProjection) -> tuple[Tensor, Tensor]:
     """A and B of the active adapter, whole."""
     sides = (projection.lora_A, projection.lora_B)
-    a, b = (gathered(side[projection.active].weight.detach()) for side in sides)
-    return a, b
+    return tuple(gathered(side[projection.active].weight.detach()) for side in sides)
 
 
-def _projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
-    return [
-        (f"{name}.{target}", entry)
-        for name, attached in attached_modules(model).items()
-        for target, entry in attached.items()
-    ]
+def _projections(model: nn.Module) -> list[LoraProjection]:
+    return [entry for attached in attached_modules(model).values() for entry in attached.values()]
 
 
 def _located(model: nn.Module) -> list[tuple[nn.Module, AttachedLora]]:
@@ -439,7 +408,7 @@ def _weights(experts: nn.Module) -> dict[str, Tensor]:
     return {PROJECTION[target]: expert_weight(experts, target) for target in projections(experts)}
 
 
-def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
+def _checked_projections(model: nn.Module) -> list[LoraProjection]:
     entries = _projections(model)
     if not entries and not injection.is_injected(model):
         raise ValueError(f"model ({type(model).__name__}) has no LoRA of ours; attach_lora first")
@@ -447,8 +416,8 @@ def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
 
 
 def _merged(model: nn.Module) -> list[str]:
-    """Names of the projections and of PEFT's layers that an adapter is merged into."""
-    ours = [name for name, entry in _projections(model) if entry.merged]
+    """Names of the experts and of PEFT's layers that an adapter is merged into."""
+    ours = [name for name, attached in attached_modules(model).items() if attached.merged]
     return ours + [name for name, _ in injection.merged_layers(model)]
 
 
@@ -462,15 +431,11 @@ def check_addable(model: nn.Module, adapter: str) -> None:
     found = list(experts_modules(model))
     if not found:
         raise ValueError(
-            f"nothing to put LoRA on: {why_no_experts(model)}; PEFT's get_peft_model puts LoRA on "
-            "other modules"
+            f"nothing to put LoRA on: {why_no_experts(model)}; get_peft_model takes other modules"
         )
     held = fully_sharded(model)
     if held is not None:
-        raise ValueError(
-            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
-            "then call fully_shard"
-        )
+        raise ValueError(f"FSDP holds {held} already; attach LoRA first, then call fully_shard")
     for name, experts in found:
         check_supported(experts, name)
         if getattr(experts, "_is_expert_parallel", False):
@@ -490,10 +455,9 @@ def check_addable(model: nn.Module, adapter: str) -> None:
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
-            f"adapter_name={adapter!r} must be a string without dots that is no attribute of a "
-            "module"
+            f"adapter_name={adapter!r} must be a string without dots, no attribute of a module"
         )
-    if any(adapter in entry.adapters for _, entry in _projections(model)):
+    if any(adapter in entry.adapters for entry in _projections(model)):
         raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
     _refuse_merged(model, "add an adapter")
 

@@ -231,8 +231,7 @@ def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
     gate_up = found.pop("gate_up_proj", None) or found.pop("up_proj", None)
     if found:
         raise ValueError(
-            f"LoRA on {sorted(found)} of experts is not supported; target gate_up_proj (up_proj) "
-            "and down_proj"
+            f"LoRA on {sorted(found)} of experts is not supported; target gate_up_proj, down_proj"
         )
     return ExpertsLora(gate_up, down)
 
@@ -265,16 +264,11 @@ def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
         return None
     (name,) = active
     _check_plain(wrapper, name)
-    experts = base_of(wrapper)
-    transposed = getattr(experts, "is_transposed", False)
+    transposed = getattr(base_of(wrapper), "is_transposed", False)
     swapped = getattr(wrapper, "_did_swap_in_out_features", False)  # no such attribute up to 0.18
-    matrices = (wrapper.lora_A[name].weight, wrapper.lora_B[name].weight)
-    return PeftFactors(
-        *matrices,
-        wrapper.num_experts,
-        wrapper.scaling[name],
-        swapped=not contracts_input(swapped=swapped, transposed=transposed),
-    )
+    of_input = contracts_input(swapped=swapped, transposed=transposed)
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    return PeftFactors(a, b, wrapper.num_experts, wrapper.scaling[name], swapped=not of_input)
 
 
 def _check_plain(wrapper: nn.Module, name: str) -> None:
@@ -289,6 +283,5 @@ def _check_plain(wrapper: nn.Module, name: str) -> None:
     ):
         if present:
             raise ValueError(
-                f"adapter {name!r} on {wrapper.parameter_name} has {option}, which experts do not "
-                "support; train it without"
+                f"adapter {name!r} on {wrapper.parameter_name} has {option}; train it without"
             )

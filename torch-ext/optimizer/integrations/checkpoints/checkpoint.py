@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.parameters import components, local
+from ...optimizers.groups.parameters import components
 from ...optimizers.step import MuonBase
-from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write
+from .checkpoint_file import TENSORS, SavedGroup, encoded, read, write
 
 logger = logging.getLogger(__name__)
 
@@ -100,27 +100,23 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         RuntimeError: a step went wrong and nothing was loaded since; an older checkpoint stays.
         OSError: it could not be written, as where the disk is full; an older checkpoint stays.
     """
-    tensors, text = encoded(checkpoint_of(optimizer))
+    tensors, text = _encoded(optimizer)
     finish(Path(folder))
     write(tensors, text, Path(folder))
 
 
-def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
-    """Groups, names and state of an optimizer, whose own the tensors are; raises as saving does."""
+def _encoded(optimizer: MuonBase) -> tuple[dict[str, Tensor], str]:
+    """What is written of an optimizer, whose own the tensors are; raises as saving does."""
     check_class(optimizer)
     optimizer.check_whole()
     state_dict = optimizer.state_dict()
     groups = []
     for number, group in enumerate(state_dict["param_groups"]):
-        options = {key: value for key, value in group.items() if key != "params"}
-        states = [
-            _state(state_dict["state"].pop(entry, {}), f"state.{number}.{index}")
-            for index, entry in enumerate(group["params"])
-        ]
-        groups.append(SavedGroup(options, optimizer.parameter_names(number), states))
+        states = [state_dict["state"].pop(entry, {}) for entry in group.pop("params")]
+        groups.append(SavedGroup(group, optimizer.parameter_names(number), states))
     if state_dict["state"]:
         raise TypeError(f"state without a parameter cannot be saved: {list(state_dict['state'])}")
-    return Checkpoint(type(optimizer).__name__, groups)
+    return encoded(type(optimizer).__name__, groups)
 
 
 def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
@@ -145,25 +141,17 @@ def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
     check_class(optimizer)
     finish(Path(folder))
     path = Path(folder) / TENSORS
-    saved = read(path)
-    present = type(optimizer).__name__
-    if saved.optimizer != present:
-        raise ValueError(f"{path} is of {saved.optimizer}, the optimizer {present}")
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{path} has {len(saved.groups)} groups, the optimizer {len(optimizer.param_groups)}"
-        )
+    name, groups = read(path)
+    own = type(optimizer).__name__
+    if name != own:
+        raise ValueError(f"{path} is of {name}, the optimizer {own}")
+    count = len(optimizer.param_groups)
+    if len(groups) != count:
+        raise ValueError(f"{path} has {len(groups)} groups, the optimizer {count}")
     try:
-        optimizer.load_state_dict(_state_dict(optimizer, saved.groups))
+        optimizer.load_state_dict(_state_dict(optimizer, groups))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _state(state: dict[str, Any], where: str) -> dict[str, Tensor]:
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{where}.{key}: only tensors can be saved, got {value!r}")
-    return {key: local(value).detach().contiguous() for key, value in state.items()}
 
 
 def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict[str, Any]:
@@ -237,7 +225,7 @@ def save_optimizer_async(optimizer: MuonBase, folder: str | os.PathLike[str]) ->
         OSError: the previous save to this folder failed.
     """
     path = Path(folder)
-    tensors, text = encoded(checkpoint_of(optimizer))
+    tensors, text = _encoded(optimizer)
     finish(path)
     copies, events = _copied(tensors)
 

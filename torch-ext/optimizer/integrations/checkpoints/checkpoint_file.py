@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...optimizers.groups.parameters import local
 from .tensor_file import CHECKSUMS, read_tensors, replacing, write_tensors
 
 FORMAT = 1
 TENSORS, TEXT = "optimizer.safetensors", "optimizer.json"
 HEADER = "optimizer"  # the key of the JSON in the header of the safetensors file
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,26 @@ class SavedGroup:
     states: list[dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a file holds; `optimizer` is the name of the class."""
+def encoded(optimizer: str, groups: Iterable[SavedGroup]) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, none copied, and its header, of a class of that name.
 
-    optimizer: str
-    groups: list[SavedGroup]
-
-
-def encoded(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, none copied, and its header; TypeError for what JSON cannot hold."""
+    A TypeError names what has no form there.
+    """
     tensors: dict[str, Tensor] = {}
-    groups = []
-    for number, group in enumerate(checkpoint.groups):
+    described = []
+    for number, group in enumerate(groups):
         options = {
             key: _encode(value, f"group.{number}.{key}", tensors)
             for key, value in group.options.items()
         }
-        groups.append({"options": options, "names": group.names})
+        described.append({"options": options, "names": group.names})
         for index, state in enumerate(group.states):
-            tensors |= {f"state.{number}.{index}.{key}": value for key, value in state.items()}
-    header = {"format": FORMAT, "class": checkpoint.optimizer, "groups": groups}
+            for key, value in state.items():
+                name = f"state.{number}.{index}.{key}"
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"{name}: only tensors can be saved, got {value!r}")
+                tensors[name] = local(value).detach().contiguous()
+    header = {"format": FORMAT, "class": optimizer, "groups": described}
     return tensors, json.dumps(header, indent=1)
 
 
@@ -71,8 +70,8 @@ def write(tensors: dict[str, Tensor], text: str, folder: Path) -> None:
         file.write(text.encode())
 
 
-def read(path: Path) -> Checkpoint:
-    """Read a whole file; ValueError if it is damaged or not what `write` writes."""
+def read(path: Path) -> tuple[str, list[SavedGroup]]:
+    """Name of the class and groups of a file; ValueError if `write` did not leave it so."""
     if not path.is_file():
         raise FileNotFoundError(f"no optimizer checkpoint {path}")
     tensors, texts = read_tensors(path)
@@ -90,8 +89,8 @@ def read(path: Path) -> Checkpoint:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _parsed(header: Any, tensors: dict[str, Tensor]) -> Checkpoint:
-    """The checkpoint of a header. Every tensor must have its place, and leaves `tensors`."""
+def _parsed(header: Any, tensors: dict[str, Tensor]) -> tuple[str, list[SavedGroup]]:
+    """What a header says. Every tensor must have its place, and leaves `tensors`."""
     optimizer = _expect(str, header.get("class"), "class")
     groups = [
         _group(group, f"groups[{number}]", tensors)
@@ -103,7 +102,7 @@ def _parsed(header: Any, tensors: dict[str, Tensor]) -> Checkpoint:
         if number >= len(groups) or index >= len(groups[number].names):
             raise ValueError(f"tensor {name!r} belongs to no parameter and no option of the header")
         groups[number].states[index][match[3]] = tensors.pop(name)
-    return Checkpoint(optimizer, groups)
+    return optimizer, groups
 
 
 def _group(saved: Any, where: str, tensors: dict[str, Tensor]) -> SavedGroup:
@@ -118,7 +117,7 @@ def _group(saved: Any, where: str, tensors: dict[str, Tensor]) -> SavedGroup:
     return SavedGroup(options, names, [{} for _ in names])
 
 
-def _expect(kind: type[_Kind], value: Any, where: str) -> _Kind:
+def _expect(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{where} must be a {kind.__name__}, got {value!r:.80}")
     return value

@@ -10,7 +10,7 @@ nanochat  | momentum_buffer (K, r, c), a moving      | exp_avg, exp_avg_sq, step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,14 @@ def convert_state_dict(
 
 def _is_state_dict(saved: Any) -> bool:
     """Whether it has the parts of a state_dict of an optimizer."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+    if not isinstance(saved, Mapping):
         return False
-    groups = saved.get("param_groups")
+    states, groups = saved.get("state"), saved.get("param_groups")
     return (
-        isinstance(groups, Sequence)
+        isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for state in states.values())
+        and isinstance(groups, Sequence)
         and all(isinstance(group, Mapping) and "params" in group for group in groups)
-        and all(isinstance(state, Mapping) for state in saved["state"].values())
     )
 
 
@@ -175,9 +176,10 @@ def _options(
     return found | {key: group[key] for key in SCHEDULER_KEYS if key in group}
 
 
-def _names(group: Mapping[str, Any]) -> list[str | None]:
-    names = group.get("names") or group.get("param_names")
-    return list(names) if names else [None] * len(group["params"])
+def _each(group: Mapping[str, Any], states: Mapping[Any, Any]) -> Iterator[tuple[str | None, Any]]:
+    """Name and state of every parameter of a group."""
+    names = group.get("names") or group.get("param_names") or [None] * len(group["params"])
+    return zip(names, (states.get(index, {}) for index in group["params"]), strict=True)
 
 
 def _from_torch(dicts: Sequence[StateDict]) -> list[Saved]:
@@ -201,9 +203,8 @@ def _from_torch(dicts: Sequence[StateDict]) -> list[Saved]:
                     f"group {number} is neither of torch.optim.Muon nor of torch.optim.AdamW; it "
                     f"has {', '.join(sorted(map(str, group)))}"
                 )
-            for name, index in zip(_names(group), group["params"], strict=True):
-                state = saved["state"].get(index, {})
-                found.append(Saved(kind, name, options, state, form))
+            each = _each(group, saved["state"])
+            found += [Saved(kind, name, options, state, form) for name, state in each]
     return found
 
 
@@ -224,8 +225,7 @@ def _from_motif(dicts: Sequence[StateDict]) -> list[Saved]:
         else:
             kind, form = ADAMW, None
             options = _options(group, shared, {"adamw_betas": "betas", "adamw_eps": "eps"})
-        for name, index in zip(_names(group), group["params"], strict=True):
-            state = saved["state"].get(index, {})
+        for name, state in _each(group, saved["state"]):
             ours = {renamed.get(key, key): value for key, value in state.items()}
             found.append(Saved(kind, name, options, ours, form))
     return found
@@ -233,25 +233,24 @@ def _from_motif(dicts: Sequence[StateDict]) -> list[Saved]:
 
 def _from_nanochat(dicts: Sequence[StateDict]) -> list[Saved]:
     """nanochat's MuonAdamW, or DistMuonAdamW rank by rank: blocks along the first dimension."""
-    first, found = dicts[0], []
-    for number, group in enumerate(first["param_groups"]):
-        if group.get("kind") not in (MUON, ADAMW):
-            raise ValueError(f"group {number} has no kind 'muon' or 'adamw': it is not nanochat's")
-        members = group["params"]
-        if group["kind"] == ADAMW:
+    found = []
+    for number, group in enumerate(dicts[0]["param_groups"]):
+        kind, members = group.get("kind"), group["params"]
+        states = {i: [saved["state"].get(i, {}) for saved in dicts] for i in members}
+        if kind == ADAMW:
             options = _options(group, ("lr", "betas", "eps", "weight_decay"))
-            for name, index in zip(_names(group), members, strict=True):
-                parts = [saved["state"].get(index, {}) for saved in dicts]
+            for name, parts in _each(group, states):
                 state = {key: [part[key] for part in parts] for key in parts[0]}
                 found.append(Saved(ADAMW, name, options, state))
-            continue
-        fields = ("lr", "momentum", "ns_steps", "beta2", "weight_decay")
-        options = _options(group, fields)
-        parts = [saved["state"].get(members[0], {}) if members else {} for saved in dicts]
-        stacks = _stacked(parts, len(members), f"group {number}")
-        for place, (name, _) in enumerate(zip(_names(group), members, strict=True)):
-            state = {key: stack[place] for key, stack in stacks.items()}
-            found.append(Saved(MUON, name, options, state, "ema"))
+        elif kind == MUON:
+            options = _options(group, ("lr", "momentum", "ns_steps", "beta2", "weight_decay"))
+            parts = states[members[0]] if members else []
+            stacks = _stacked(parts, len(members), f"group {number}")
+            for place, (name, _) in enumerate(_each(group, states)):
+                state = {key: stack[place] for key, stack in stacks.items()}
+                found.append(Saved(MUON, name, options, state, "ema"))
+        else:
+            raise ValueError(f"group {number} has no kind 'muon' or 'adamw': it is not nanochat's")
     return found
 
 

@@ -60,12 +60,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
-    sums = {name: _digits(zlib.crc32(text.encode())) for name, text in texts.items()}
-    sums |= dict.fromkeys(places, _digits(0))
+    sums = {name: f"{zlib.crc32(text.encode()):08x}" for name, text in texts.items()}
+    sums |= dict.fromkeys(places, "0" * 8)
     with replacing(path) as file:
         file.seek(len(header()))
         for name in places:
-            sums[name] = _digits(_checksum(tensors[name], file))
+            sums[name] = _checksum(tensors[name], file)
         file.seek(0)
         file.write(header())
 
@@ -148,12 +148,11 @@ def _lock(opened: int, how: int) -> bool:
 
 def _check(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Raise ValueError naming what is not as it was written."""
-    written = texts[CHECKSUMS]
-    others = ((name, text) for name, text in texts.items() if name != CHECKSUMS)
-    found = {name: _digits(zlib.crc32(text.encode())) for name, text in others}
-    found |= {name: _digits(_checksum(tensor)) for name, tensor in tensors.items()}
+    found = {name: f"{zlib.crc32(text.encode()):08x}" for name, text in texts.items()}
+    del found[CHECKSUMS]
+    found |= {name: _checksum(tensor) for name, tensor in tensors.items()}
     try:
-        sums = json.loads(written)
+        sums = json.loads(texts[CHECKSUMS])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: its checksums cannot be read: {error}") from error
     if sums == found:
@@ -167,21 +166,14 @@ def _check(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) 
     )
 
 
-def _checksum(tensor: Tensor, file: BinaryIO | None = None) -> int:
+def _checksum(tensor: Tensor, file: BinaryIO | None = None) -> str:
     """CRC-32 of a tensor's dtype, shape and bytes, which are written to the file on the way."""
     here = tensor.detach().cpu().contiguous()
     size = here.numel() * here.element_size()
     found = zlib.crc32(f"{DTYPES.get(here.dtype)} {list(here.shape)}".encode())
-    if not size:
-        return found
-    data = memoryview((ctypes.c_char * size).from_address(here.data_ptr())).cast("B")
     for start in range(0, size, AT_ONCE):
-        part = data[start : start + AT_ONCE]
+        part = (ctypes.c_char * min(AT_ONCE, size - start)).from_address(here.data_ptr() + start)
         found = zlib.crc32(part, found)
         if file is not None:
             file.write(part)
-    return found
-
-
-def _digits(checksum: int) -> str:
-    return f"{checksum:08x}"
+    return f"{found:08x}"

@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ class Source:
         """Whether every expert has tensors of its own."""
         return any(len(keys) > 1 for keys in self.keys.values())
 
+    def of_expert(self, expert: int, count: int) -> dict[str, tuple[str, int, int]]:
+        """By pattern a name in the files, and which of how many shares of it the expert has."""
+        apart = self.apart
+        return {
+            pattern: (keys[expert], 0, 1) if apart else (keys[0], expert, count)
+            for pattern, keys in self.keys.items()
+        }
+
     def per_expert(self, experts: int, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
         """Whether each expert can be converted alone, from a slice or from tensors of its own."""
         stacked = all(len(k) == 1 and shape_of(k[0])[0] == experts for k in self.keys.values())
@@ -66,9 +75,7 @@ class Source:
         operations = () if self.converter is None else self.converter.operations
         return all(kinds.get(type(one).__name__) == getattr(one, "dim", None) for one in operations)
 
-    def convert(
-        self, model: nn.Module | OneExpert, tensors: dict[str, list[Tensor]]
-    ) -> dict[str, Tensor]:
+    def convert(self, model: Any, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The model's tensors by name, from those of the files by pattern; the lists are emptied.
 
         A ValueError says that the conversion failed, as for another shape or a missing tensor.
@@ -86,21 +93,14 @@ class Source:
             ) from error
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
+    def convert_expert(self, model: nn.Module, tensors: dict[str, list[Tensor]]) -> Tensor:
+        """(1, N, K) of a stack (E, N, K), from the tensors of one expert."""
 
-@dataclass
-class OneExpert:
-    """What transformers' operations ask of a model, where its stacks have one expert."""
+        def get_parameter(name: str) -> Tensor:
+            return model.get_parameter(name)[:1]
 
-    model: nn.Module
-
-    @property
-    def config(self) -> Any:
-        """Of the model."""
-        return self.model.config
-
-    def get_parameter(self, name: str) -> Tensor:
-        """(1, N, K) of a stack (E, N, K)."""
-        return self.model.get_parameter(name)[:1]
+        one = SimpleNamespace(config=model.config, get_parameter=get_parameter)
+        return self.convert(one, tensors)[self.name]
 
 
 def spelling(model: nn.Module, name: str, known: Callable[[str], bool]) -> str:
@@ -124,7 +124,11 @@ class ModelNames:
 
     def of(self, key: str) -> str:
         """The model's name for a key that no conversion applies to, which this package wrote."""
-        return spelling(self._model, key, self._has)
+
+        def known(name: str) -> bool:
+            return name in self.tensors or name.startswith(self._experts)
+
+        return spelling(self._model, key, known)
 
     def sources(self, keys: Iterable[str]) -> Iterator[Source]:
         """What makes up the model, as `from_pretrained` would put it together of these keys."""
@@ -166,6 +170,3 @@ class ModelNames:
                 if re.search(kept.replace("*", ".*"), name):
                     return torch.float32
         return self.tensors[name].dtype
-
-    def _has(self, name: str) -> bool:
-        return name in self.tensors or name.startswith(self._experts)

@@ -106,6 +106,16 @@ def parameter_names(experts: nn.Module) -> list[str]:
     return [name for name in projections(experts) if name in packed] + dense
 
 
+def supported_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts modules by name; ValueError if there are none or one is not supported."""
+    found = dict(experts_modules(model))
+    if not found:
+        raise ValueError(why_no_experts(model))
+    for name, experts in found.items():
+        check_supported(experts, name)
+    return found
+
+
 def check_supported(experts: nn.Module, name: str) -> None:
     """Raise ValueError for experts that compute what our kernels have no place for, or packed."""
     try:
@@ -126,8 +136,7 @@ def check_supported(experts: nn.Module, name: str) -> None:
         weight = experts._parameters.get(target)
         if weight is not None and not _is_dense(weight):
             raise ValueError(
-                f"{name}.{target} ({type(experts).__name__}) is quantised to {weight.dtype}, which "
-                f"these kernels do not decode; {READ}"
+                f"{name}.{target} ({type(experts).__name__}) is quantised to {weight.dtype}; {READ}"
             )
 
 
@@ -137,7 +146,7 @@ def why_no_experts(model: nn.Module) -> str:
     others = ((n, m) for n, m in model.named_modules() if "Experts" in type(m).__name__)
     name, module = next(others, ("", None))
     if module is None:
-        return f"{kind} has no experts: nothing here applies to it"
+        return f"{kind} has no experts: load and train it as it is"
     what = f"the experts of {kind} ({name}) are {type(module).__name__}"
     packed = [p.dtype for p in module.parameters() if not _is_dense(p)]
     if packed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def _is_packed(model: nn.Module) -> bool:
 
 def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
     """Attach the adapters that `_adapters` found, for their tensors to be loaded."""
-    from ..adapters.lora import AdapterOptions, add_adapter, set_lora
+    from ..adapters.lora import AdapterOptions, add_adapter, check_addable, set_lora
 
     known = dict(experts_modules(model)).__contains__
     options = {spelling(model, n, known): targets for n, targets in described["options"].items()}
@@ -91,6 +92,7 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
             }
             for name, targets in options.items()
         }
+        check_addable(model, adapter)
         add_adapter(model, adapter, wanted)
     set_lora(model, described["active"], trainable=True)
 
@@ -117,13 +119,11 @@ def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | No
     if experts and wanted.keys() != places.keys():
         own, other = sorted(places.keys() - wanted.keys()), sorted(wanted.keys() - places.keys())
         raise ValueError(
-            f"the checkpoint has other 4-bit experts than {type(model).__name__}: it lacks "
-            f"{own[:3]}, and its {other[:3]} have no place; load it with the class and the "
-            "configuration that it was saved from"
+            f"the checkpoint lacks 4-bit experts {own[:3]} of {type(model).__name__}, and its "
+            f"{other[:3]} have no place; load it with the class and the configuration it is of"
         )
     for name, options in wanted.items():
         module, target = places[name]
-        options = {**options, "shape": tuple(options["shape"])}
         stack = QuantizedExperts(**options, device="meta")
         if tuple(getattr(module, target).shape) != tuple(stack.shape):
             raise ValueError(
@@ -155,10 +155,19 @@ def check_model(model: nn.Module) -> None:
     for name, experts, target in stacks(model):
         if not isinstance(experts._modules.get(target), QuantizedExperts):
             raise ValueError(
-                f"{name} is not in 4 bits as QuantizedExperts; call quantize_experts first, or put "
-                f"QuantizedExperts.from_quantized(expert_weight(experts, {target!r})) in the place "
-                "of what bitsandbytes has parametrized"
+                f"{name} is not in 4 bits as QuantizedExperts; call quantize_experts, or put there "
+                f"QuantizedExperts.from_quantized(expert_weight(experts, {target!r}))"
             )
+
+
+def check_one_device(device_map: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a device_map names a single device."""
+    devices = set(map(str, device_map.values()))
+    if len(devices) != 1:
+        raise ValueError(
+            f"device_map spreads the model over {sorted(devices)}; quantised experts need one "
+            "device per rank: name one, and start one process per GPU"
+        )
 
 
 def __getattr__(name: str) -> Any:
@@ -214,17 +223,13 @@ def register() -> tuple[type, type]:
             experts = {name: e._modules[target].options() for name, e, target in stacks(model)}
             self.quantization_config = ExpertsConfig(experts=experts, lora=_adapters(model))
             model.config.quantization_config = self.quantization_config
-            packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
+            packed = {f"{name}.packed": name for name in experts}
             state = model.state_dict()
             return {packed.get(n, n): tensor.contiguous() for n, tensor in state.items()}, {}
 
         def validate_environment(self, device_map: Any = None, **_: Any) -> None:
-            devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
-            if self.quantization_config.experts and len(devices) > 1:
-                raise ValueError(
-                    f"device_map spreads the model over {sorted(devices)}; quantised experts need "
-                    "one device per rank: name one, and start one process per GPU"
-                )
+            if self.quantization_config.experts and isinstance(device_map, dict):
+                check_one_device(device_map)
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             restore(model, self.quantization_config.experts, self.quantization_config.lora)

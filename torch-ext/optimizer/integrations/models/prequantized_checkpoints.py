@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ class PackedFiles:
     """A checkpoint by the names of its matrices; packed ones are decoded to a dtype on a device.
 
     This class finds none that are packed. A subclass says how a quant_method lays them down, by
-    its own `configure`, `find`, `shape_of` and `packed`.
+    its own `find`, `shape_of` and `packed`.
     """
 
     by_outputs = False  # whether a stack is (E, out, in) also where the model's is (E, in, out)
@@ -65,14 +64,10 @@ class PackedFiles:
         config: dict[str, Any] | None = None,  # of the quant_method
     ) -> None:
         self.files, self.source, self.dtype, self.device = files, files.source, dtype, device
-        self.configure(config or {})
-        self._parts = self.find(files.names())
+        self.parts = self.find(files.names(), config or {})
 
-    def configure(self, config: dict[str, Any]) -> None:
-        """Keep what matters of the configuration; ValueError for what has no format here."""
-
-    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
-        """The tensors of every packed matrix, by its name."""
+    def find(self, keys: list[str], config: dict[str, Any]) -> dict[str, Parts]:
+        """The tensors of every packed matrix, by its name; ValueError for what has no format."""
         return {}
 
     def shape_of(self, parts: Parts) -> tuple[int, ...]:
@@ -85,22 +80,18 @@ class PackedFiles:
 
     def names(self) -> list[str]:
         """Every matrix, packed or not, and every other tensor."""
-        sides = {key for parts in self._parts.values() for key in parts.values()}
-        return [*self._parts, *(name for name in self.files.names() if name not in sides)]
-
-    def is_packed(self, name: str) -> bool:
-        """Whether it has a format."""
-        return name in self._parts
+        sides = {key for parts in self.parts.values() for key in parts.values()}
+        return [*self.parts, *(name for name in self.files.names() if name not in sides)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor, or of the matrix that is packed."""
-        if name in self._parts:
-            return self.shape_of(self._parts[name])
+        if name in self.parts:
+            return self.shape_of(self.parts[name])
         return self.files.shape(name)
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, or what is packed in it, decoded on the device."""
-        if name not in self._parts:
+        if name not in self.parts:
             return self.files.read(name)
         return self.packed(name).decode(self.dtype, self.device)
 
@@ -115,28 +106,21 @@ class BitsAndBytes(PackedFiles):
     STATE = ".quant_state.bitsandbytes__"
     SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
-    def configure(self, config: dict[str, Any]) -> None:
-        """Any but 8 bits."""
+    def find(self, keys: list[str], config: dict[str, Any]) -> dict[str, Parts]:
         if config.get("load_in_8bit"):
             raise ValueError("its 8-bit matrices (load_in_8bit) have no format here")
-
-    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
-        """By the tensor that describes each matrix."""
-        found = {}
-        for key in keys:
-            name, state, _ = key.partition(self.STATE)
-            if state:
-                sides = {side: f"{name}.{side}" for side in self.SIDES}
-                found[name] = {"packed": name, "state": key, **sides}
-        return found
+        states = {key.partition(self.STATE)[0]: key for key in keys if self.STATE in key}
+        return {
+            name: {"packed": name, "state": key, **{side: f"{name}.{side}" for side in self.SIDES}}
+            for name, key in states.items()
+        }
 
     def shape_of(self, parts: Parts) -> tuple[int, ...]:
-        """As it was quantised."""
         return tuple(self._state(parts)["shape"])
 
     def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """Rows are blocks: what is below another matrix comes after it in memory, too."""
-        files, parts = self.files, self._parts[name]
+        files, parts = self.files, self.parts[name]
         state = self._state(parts)
         n, k = state["shape"][-2:]
         format = format_of(state["quant_type"], blocksize=state["blocksize"])
@@ -144,7 +128,6 @@ class BitsAndBytes(PackedFiles):
         values, expected = files.read(parts["quant_map"]), format.constants(torch.device("cpu"))[0]
         if values.shape != expected.shape or (values - expected).abs().max() > 1e-6:
             raise ValueError(f"{parts['packed']} has other values than {format.quant_type}")
-        whole = n * k % format.blocksize == 0
         # Stored as bytes, or under FSDP as any other dtype (bnb_4bit_quant_storage).
         packed = files.share(parts["packed"], place, count).reshape(-1).view(torch.uint8)
         absmax = files.share(parts["absmax"], place, count)
@@ -153,9 +136,9 @@ class BitsAndBytes(PackedFiles):
             scale = files.read(parts["nested_absmax"])[block // state["nested_blocksize"]]
             absmax = files.read(parts["nested_quant_map"])[absmax.long()] * scale
             absmax += torch.tensor(state["nested_offset"], dtype=torch.float32)
-        blocks = absmax.numel()
-        if whole:
-            packed, absmax = packed.view(blocks, -1), absmax.view(blocks, 1)
+        if n * k % format.blocksize == 0:
+            absmax = absmax.view(-1, 1)
+            packed = packed.view(len(absmax), -1)
         return Packed(format, (n, k), {"packed": packed, "absmax": absmax})
 
     def _state(self, parts: Parts) -> dict[str, Any]:
@@ -167,20 +150,17 @@ class Mxfp4(PackedFiles):
 
     by_outputs = True
 
-    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
-        """By the blocks."""
+    def find(self, keys: list[str], config: dict[str, Any]) -> dict[str, Parts]:
         names = (key.removesuffix("_blocks") for key in keys if key.endswith("_blocks"))
         return {name: {"packed": f"{name}_blocks", "scales": f"{name}_scales"} for name in names}
 
     def shape_of(self, parts: Parts) -> tuple[int, ...]:
-        """Of blocks (E, N, K / 32, 16)."""
         *rows, blocks, size = self.files.shape(parts["packed"])
         return *rows, 2 * blocks * size
 
     def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
-        """Both tensors as they are."""
         *_, n, k = self.shape(name)
-        parts = self._parts[name].items()
+        parts = self.parts[name].items()
         tensors = {part: self.files.share(key, place, count).view(n, -1) for part, key in parts}
         return Packed(format_of("mxfp4"), (n, k), tensors)
 
@@ -191,9 +171,8 @@ class Fp8(PackedFiles):
     Scales of activations are left out: products here take activations in 16 bits.
     """
 
-    def configure(self, config: dict[str, Any]) -> None:
-        """The sides of a block, and where its scale stands."""
-        self._block, self._scale = config.get("weight_block_size"), "_scale_inv"
+    def find(self, keys: list[str], config: dict[str, Any]) -> dict[str, Parts]:
+        self._block, scale = config.get("weight_block_size"), "_scale_inv"
         if config["quant_method"] == "compressed-tensors":
             groups = [group["weights"] for group in config["config_groups"].values()]
             groups = [group for group in groups if group is not None]  # of activations alone
@@ -203,19 +182,14 @@ class Fp8(PackedFiles):
             blocks = {tuple(group.get("block_structure") or ()) for group in groups}
             if len(blocks) > 1:
                 raise ValueError(f"its groups differ in block_structure: {sorted(blocks)}")
-            self._block = blocks.pop() or None
-            self._scale = "_scale"
+            self._block, scale = blocks.pop() or None, "_scale"
         if self._block is not None:
             rows, columns = self._block
             format_of("fp8", block_rows=rows, block_columns=columns)  # raises for other sizes
-
-    def find(self, keys: Iterable[str]) -> dict[str, Parts]:
-        """By the scales."""
-        keys = dict.fromkeys(keys)
-        found = {}
+        found, known = {}, set(keys)
         for key in keys:
-            name = key.removesuffix(self._scale)
-            if key.endswith(self._scale) and name in keys:
+            name = key.removesuffix(scale)
+            if key.endswith(scale) and name in known:
                 stem = name.removesuffix("weight")
                 unused = {u: f"{stem}{u}" for u in ("activation_scale", "input_scale")}
                 unused |= {f"_{u}": f"{name}_{u}" for u in tuple(unused)}
@@ -223,12 +197,11 @@ class Fp8(PackedFiles):
         return found
 
     def shape_of(self, parts: Parts) -> tuple[int, ...]:
-        """Of the elements, which are one byte each."""
         return self.files.shape(parts["packed"])
 
     def packed(self, name: str, place: int = 0, count: int = 1) -> Packed:
         """Blocks become so low that they end with the matrix, a scale of all of it one per row."""
-        files, parts = self.files, self._parts[name]
+        files, parts = self.files, self.parts[name]
         n, k = files.shape(name)[-2:]
         elements = files.share(name, place, count)
         if elements.dtype != torch.float8_e4m3fn:
@@ -239,19 +212,14 @@ class Fp8(PackedFiles):
         scales = files.read(parts["scales"])
         if scales.numel() == 1:
             scales = scales.reshape(1).expand(count)
-        if scales.numel() % count:
+        if self._block is None and scales.numel() == count * n:
+            grid = (n, 1)
+        if scales.numel() != count * grid[0] * grid[1]:
             raise ValueError(
                 f"{parts['scales']} in {files.source} has {scales.numel()} scales for {count} "
-                "experts"
+                f"x {n} x {k} elements in blocks of {self._block or 'all'}"
             )
         scales = scales.reshape(count, -1)[place]
-        if self._block is None and scales.numel() == n:
-            grid = (n, 1)
-        if scales.numel() != grid[0] * grid[1]:
-            raise ValueError(
-                f"{parts['scales']} in {files.source} has {scales.numel()} scales for {n} x {k} "
-                f"elements in blocks of {self._block or 'all'}"
-            )
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
         scales = scales.float().view(grid)

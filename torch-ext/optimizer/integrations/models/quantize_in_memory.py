@@ -19,8 +19,7 @@ def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None
         if weight.is_meta or hasattr(weight, "placements"):
             where = "on the meta device" if weight.is_meta else "sharded over ranks"
             raise ValueError(
-                f"{name} is {where}; quantise a model whose experts are whole in this "
-                "process, or read them in 4 bits with load_quantized"
+                f"{name} is {where}; quantise whole experts, or read 4 bits with load_quantized"
             )
         if weight.dtype not in DTYPES:
             kinds = ", ".join(map(str, DTYPES))

@@ -7,6 +7,7 @@ its bits. Everything else has 16 bits, decoded where the file has fewer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -19,18 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
-from .checkpoint_names import ModelNames, OneExpert, Source
-from .experts import (
-    ATTACHED,
-    DEQUANTIZE,
-    check_supported,
-    experts_modules,
-    pack,
-    put,
-    stacks,
-    why_no_experts,
-)
-from .hf_quantizer import attach_described, is_described
+from .checkpoint_names import ModelNames, Source
+from .experts import ATTACHED, DEQUANTIZE, pack, put, stacks, supported_experts
+from .hf_quantizer import attach_described, check_one_device, is_described
 from .prequantized_checkpoints import PACKINGS, PackedFiles
 from .safetensors_reader import TRUE, ModelFiles
 from .transformers import use_in_transformers
@@ -55,12 +47,7 @@ def placement(
     transformers' "auto" would size the layers by their 16 bits and move some of them to the CPU.
     """
     if isinstance(device_map, Mapping):
-        devices = set(map(str, device_map.values()))
-        if len(devices) != 1:
-            raise ValueError(
-                f"device_map spreads the model over {sorted(devices)}; quantised experts need one "
-                'device per rank: pass device_map="auto" and start one process per GPU'
-            )
+        check_one_device(device_map)
         device_map = next(iter(device_map.values()))
     if device_map not in (None, "auto"):
         name = f"cuda:{device_map}" if isinstance(device_map, int) else device_map
@@ -135,7 +122,7 @@ def load_quantized(
             the files are quantised in another way, or in another than was asked for; or device_map
             names several devices, or none.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     for name in unknown:
         remedy = OTHER_NAMES.get(name, "what configures the model goes into config=")
@@ -151,18 +138,17 @@ def load_quantized(
             config = AutoConfig.from_pretrained(files.path("config.json").parent)
         dtype = _dtype(dtype, config)
         model = _skeleton(config, model_class, dtype)
-        found = dict(experts_modules(model))
-        if not found:
-            raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
-        for prefix, experts in found.items():
-            check_supported(experts, prefix)
+        supported_experts(model)
+        loading = _Loading(model, _matrices(files, model, device, dtype), wanted, strategy)
         if any(name.endswith("._extra_state") for name in files.names()):
-            loaded = _take_quantized(files, model, device, dtype, strategy)
+            loading.read_saved()
         else:
-            matrices = _matrices(files, model, device, dtype)
-            loaded = _read(matrices, model, wanted, strategy)
-    _tie(model, files, loaded)
-    _load_generation_config(files, model)
+            loading.read()
+        loading.finish()
+        if model.can_generate():
+            with contextlib.suppress(FileNotFoundError):
+                defaults = files.path("generation_config.json").parent
+                model.generation_config = GenerationConfig.from_pretrained(defaults)
     use_in_transformers(model)
     return model.eval()
 
@@ -198,18 +184,6 @@ def _skeleton(config: Any, model_class: Any, dtype: torch.dtype) -> nn.Module:
         return build(config, dtype=dtype)
 
 
-def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
-    """The checkpoint's defaults of `generate`, where it has some."""
-    from transformers import GenerationConfig
-
-    try:
-        path = files.path("generation_config.json")
-    except FileNotFoundError:
-        return
-    if model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(path.parent)
-
-
 def _matrices(
     files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> PackedFiles:
@@ -230,190 +204,171 @@ def _matrices(
     return matrices
 
 
-def _read(files: PackedFiles, model: nn.Module, wanted: dict[str, Any], strategy: str) -> set[str]:
-    """Read what from_pretrained reads, and pack the experts on the way; the names that came."""
-    dense = _Dense(files, model, files.device, files.dtype)
-    places = {name: (experts, target) for name, experts, target in stacks(model)}
-    options = {"device": files.device, "strategy": strategy}
-    for source in dense.names.sources(files.names()):
-        if source.name in places:
-            experts, target = places[source.name]
-            shape = tuple(getattr(experts, target).shape)
-            packed = [files.is_packed(key) for key in source.all_keys()]
-            alone = source.per_expert(shape[0], files.shape)
-            if any(packed):
-                if not (all(packed) and alone and source.joins_rows()):
-                    raise ValueError(
-                        f"{files.source} has {source.name} in {len(packed)} tensors, of which "
-                        f"{sum(packed)} are packed; experts are taken as they are from packed "
-                        f"tensors that lie below each other, from no others; {DEQUANTIZE}"
-                    )
-                turned = files.by_outputs and getattr(experts, "is_transposed", False)
-                stack = _take_packed(files, model, source, shape, turned, wanted, options)
-                put(experts, target, stack)
-            elif alone:
-                read = _experts(files.files, model, source, shape)
-                pack(experts, target, read, shape, **wanted, **options)
-            if any(packed) or alone:
-                dense.loaded.add(source.name)
-                continue
-        if not dense.wanted(source):
-            continue
-        tensors = {p: [files.read(key) for key in keys] for p, keys in source.keys.items()}
-        for name, value in source.convert(model, tensors).items():
-            if name in places:
-                experts, target = places[name]
-                shape = tuple(getattr(experts, target).shape)
-                _check_shape(name, value, shape, files)
-                pack(experts, target, value, shape, **wanted, **options)
-                dense.loaded.add(name)
-            else:
-                dense.set(name, value)
-    return dense.loaded
-
-
-def _take_packed(
-    files: PackedFiles,
-    model: nn.Module,
-    source: Source,
-    shape: tuple[int, int, int],
-    turned: bool,
-    wanted: dict[str, Any],
-    options: dict[str, Any],
-) -> QuantizedExperts:
-    """A stack whose experts the files hold packed, seen the other way round if `turned`."""
-    if turned:
-        shape = shape[0], shape[2], shape[1]
-    first = files.packed(source.all_keys()[0], 0, 1 if source.apart else shape[0])
-    format = first.format
-    if any(tensor.ndim == 1 for tensor in first.tensors.values()):
-        raise ValueError(
-            f"{source.name} in {files.source} is {format.text}, whose blocks straddle experts of "
-            f"{first.shape}; {DEQUANTIZE}"
-        )
-    other = {k: v for k, v in wanted.items() if format.options().get(k) != v}
-    if other:
-        raise ValueError(
-            f"{', '.join(f'{k}={v!r}' for k, v in other.items())}: {source.name} in {files.source} "
-            f"is {format.text} and is taken as it is; leave that out"
-        )
-    experts = _packed_experts(files, model, source, shape, format)
-    options = options | format.options()
-    return QuantizedExperts.from_packed(experts, shape, transposed=turned, **options)
-
-
-def _packed_experts(
-    files: PackedFiles,
-    model: nn.Module,
-    source: Source,
-    shape: tuple[int, int, int],
-    format: Format,
-) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one expert after another."""
-    count, *sizes = shape
-    apart = source.apart
-
-    def join(parts: dict[str, Tensor]) -> Tensor:
-        """What transformers makes of one expert's matrices, or of one tensor of each."""
-        stacked = {p: [part if apart else part[None]] for p, part in parts.items()}
-        return source.convert(OneExpert(model), stacked)[source.name]
-
-    checked = None
-    for expert in range(count):
-        found = {
-            p: files.packed(keys[expert]) if apart else files.packed(keys[0], expert, count)
-            for p, keys in source.keys.items()
-        }
-        formats = {format.text} | {matrix.format.text for matrix in found.values()}
-        if len(formats) > 1:
-            raise ValueError(f"{source.name} mixes {sorted(formats)} in {files.source}")
-        shapes = {p: matrix.shape for p, matrix in found.items()}
-        if shapes != checked:  # those of the expert before
-            whole = {p: torch.empty(shape, device="meta") for p, shape in shapes.items()}
-            _check_shape(source.name, join(whole), (1, *sizes), files)
-            checked = shapes
-        names = format.layout(shape)
-        yield {name: join({p: m.tensors[name] for p, m in found.items()}) for name in names}
-        del found
-
-
-def _experts(
-    files: ModelFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
-) -> Iterator[Tensor]:
-    """The experts of a stack, one (N, K) at a time."""
-    for expert in range(shape[0]):
-        tensors = {
-            pattern: [files.read(keys[expert]) if source.apart else files.part(keys[0], expert)]
-            for pattern, keys in source.keys.items()
-        }
-        converted = source.convert(OneExpert(model), tensors)[source.name]
-        _check_shape(source.name, converted, (1, *shape[1:]), files)
-        yield converted[0]
-        del converted
-
-
-def _take_quantized(
-    files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype, strategy: str
-) -> set[str]:
-    """Read what save_pretrained made of 4-bit experts; the names that came."""
-    lora = model.config.quantization_config["lora"] if is_described(model.config) else None
-    dense = _Dense(files, model, device, dtype)
-    key_of = {dense.names.of(key): key for key in files.names()}
-    taken: set[str] = set()
-    for name, experts, target in list(stacks(model)):
-        shape = tuple(getattr(experts, target).shape)
-        fields = {key for key in key_of if key.startswith(f"{name}.")}
-        state = {key: files.read(key_of[key]) for key in fields}
-        if name in key_of:  # the packed bytes, under the name of the stack
-            state[f"{name}.packed"] = files.read(key_of[name])
-        stack = QuantizedExperts.from_state_dict(state, f"{name}.", strategy).to(device)
-        if tuple(stack.shape) != shape:
-            raise ValueError(f"{name} holds experts {tuple(stack.shape)}, the model has {shape}")
-        put(experts, target, stack)
-        taken |= fields | {name}
-    if lora is not None:
-        attach_described(model, lora)
-        dense = _Dense(files, model, device, dtype)  # their tensors are the model's now
-    for name, key in key_of.items():
-        if name not in taken and dense.wanted(Source(name, keys={"": [key]})):
-            dense.set(name, files.read(key))
-    return dense.loaded | taken
-
-
-class _Dense:
-    """Puts tensors into the places of a model's empty ones, on its device and in its dtype."""
+class _Loading:
+    """A model, its parameters on the meta device, and what of it has come from the files."""
 
     def __init__(
-        self, files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
+        self, model: nn.Module, files: PackedFiles, wanted: dict[str, Any], strategy: str
     ) -> None:
-        self.files, self.model, self.device, self.dtype = files, model, device, dtype
+        self.model, self.files, self.wanted = model, files, wanted
+        self.options = {"device": files.device, "strategy": strategy}
         self.names = ModelNames(model)
+        self.stacks = {
+            name: (experts, target, tuple(getattr(experts, target).shape))
+            for name, experts, target in stacks(model)
+        }
         self.loaded: set[str] = set()
         for tensor in (*model.buffers(), *model.parameters()):
             if tensor.device.type != "meta":
-                tensor.data = tensor.data.to(device)
+                tensor.data = tensor.data.to(files.device)
 
-    def wanted(self, source: Source) -> bool:
+    def read(self) -> None:
+        """Read what from_pretrained reads, and pack the experts on the way."""
+        for source in self.names.sources(self.files.names()):
+            if source.name in self.stacks and self._take_experts(source):
+                self.loaded.add(source.name)
+            elif self._has(source):
+                read = {p: [self.files.read(k) for k in keys] for p, keys in source.keys.items()}
+                for name, value in source.convert(self.model, read).items():
+                    self._set(name, value)
+
+    def read_saved(self) -> None:
+        """Read what save_pretrained made of 4-bit experts."""
+        files, config = self.files.files, self.model.config
+        lora = config.quantization_config["lora"] if is_described(config) else None
+        key_of = {self.names.of(key): key for key in files.names()}
+        for name, (experts, target, shape) in self.stacks.items():
+            fields = {key for key in key_of if key.startswith(f"{name}.")}
+            state = {key: files.read(key_of[key]) for key in fields}
+            if name in key_of:  # the packed bytes, under the name of the stack
+                state[f"{name}.packed"] = files.read(key_of[name])
+            stack = QuantizedExperts.from_state_dict(state, f"{name}.", self.options["strategy"])
+            self._check_shape(name, stack, shape)
+            put(experts, target, stack.to(self.files.device))
+            self.loaded |= fields | {name}
+        if lora is not None:
+            attach_described(self.model, lora)
+            self.names = ModelNames(self.model)  # with those of the adapters
+        for name, key in key_of.items():
+            if name not in self.loaded and self._has(Source(name, keys={"": [key]})):
+                self._set(name, files.read(key))
+
+    def finish(self) -> None:
+        """Tie weights as from_pretrained does; refuse a model of which something is missing."""
+        model, packed = self.model, tuple(f"{name}." for name in self.stacks)
+        missing = {n for n in model.state_dict() if not n.startswith(packed)} - self.loaded
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        lacking = [name for name, tensor in model.state_dict().items() if name in missing]
+        if lacking:
+            raise ValueError(
+                f"{self.files.source} lacks {len(lacking)} tensors of {type(model).__name__}: "
+                f"{', '.join(lacking[:5])}"
+            )
+
+    def _take_experts(self, source: Source) -> bool:
+        """Take a stack expert by expert; False if it can only be made as a whole."""
+        experts, target, shape = self.stacks[source.name]
+        packed = [key in self.files.parts for key in source.all_keys()]
+        alone = source.per_expert(shape[0], self.files.shape)
+        if any(packed):
+            if not (all(packed) and alone and source.joins_rows()):
+                raise ValueError(
+                    f"{self.files.source} has {source.name} in {len(packed)} tensors, of which "
+                    f"{sum(packed)} are packed; experts are taken as they are from packed "
+                    f"tensors that lie below each other, from no others; {DEQUANTIZE}"
+                )
+            turned = self.files.by_outputs and getattr(experts, "is_transposed", False)
+            put(experts, target, self._packed_stack(source, shape, turned))
+        elif alone:
+            each = self._dense_experts(source, shape)
+            pack(experts, target, each, shape, **self.wanted, **self.options)
+        return alone
+
+    def _packed_stack(
+        self, source: Source, shape: tuple[int, int, int], turned: bool
+    ) -> QuantizedExperts:
+        """A stack whose experts the files hold packed, seen the other way round if `turned`."""
+        if turned:
+            shape = shape[0], shape[2], shape[1]
+        first = self.files.packed(*next(iter(source.of_expert(0, shape[0]).values())))
+        where, format = f"{source.name} in {self.files.source}", first.format
+        if any(tensor.ndim == 1 for tensor in first.tensors.values()):
+            raise ValueError(
+                f"{where} is {format.text}, whose blocks straddle experts of {first.shape}; "
+                f"{DEQUANTIZE}"
+            )
+        other = {k: v for k, v in self.wanted.items() if format.options().get(k) != v}
+        if other:
+            raise ValueError(
+                f"{', '.join(f'{k}={v!r}' for k, v in other.items())}: {where} is {format.text} "
+                "and is taken as it is; leave that out"
+            )
+        experts = self._packed_experts(source, shape, format)
+        options = self.options | format.options()
+        return QuantizedExperts.from_packed(experts, shape, transposed=turned, **options)
+
+    def _packed_experts(
+        self, source: Source, shape: tuple[int, int, int], format: Format
+    ) -> Iterator[dict[str, Tensor]]:
+        """The tensors of one expert after another."""
+        count, *sizes = shape
+        checked = None
+
+        def join(parts: dict[str, Tensor]) -> Tensor:
+            """What transformers makes of one expert's matrices, or of one tensor of each."""
+            stacked = {p: [part if source.apart else part[None]] for p, part in parts.items()}
+            return source.convert_expert(self.model, stacked)
+
+        for expert in range(count):
+            places = source.of_expert(expert, count).items()
+            found = {p: self.files.packed(*place) for p, place in places}
+            formats = {format.text} | {matrix.format.text for matrix in found.values()}
+            if len(formats) > 1:
+                raise ValueError(f"{source.name} mixes {sorted(formats)} in {self.files.source}")
+            shapes = {p: matrix.shape for p, matrix in found.items()}
+            if shapes != checked:  # those of the expert before
+                whole = {p: torch.empty(shape, device="meta") for p, shape in shapes.items()}
+                self._check_shape(source.name, join(whole), (1, *sizes))
+                checked = shapes
+            names = format.layout(shape)
+            yield {name: join({p: m.tensors[name] for p, m in found.items()}) for name in names}
+            del found
+
+    def _dense_experts(self, source: Source, shape: tuple[int, int, int]) -> Iterator[Tensor]:
+        """The experts of a stack, one (N, K) at a time."""
+        for expert in range(shape[0]):
+            places = source.of_expert(expert, shape[0]).items()
+            tensors = {p: [self.files.files.share(*place)] for p, place in places}
+            converted = source.convert_expert(self.model, tensors)
+            self._check_shape(source.name, converted, (1, *shape[1:]))
+            yield converted[0]
+            del converted
+
+    def _has(self, source: Source) -> bool:
         """Whether the model has this; False for what its class leaves out; else a ValueError."""
         if source.name in self.names.tensors:
             return True
         for key in source.all_keys():
             if not self.names.ignored(source.name) and not self.names.ignored(key):
-                kind = type(self.model).__name__
                 remedy = ""
                 if f".{ATTACHED}." in key:
                     remedy = "; save LoRA with save_peft_adapter, detach_lora, and save the model"
+                kind = type(self.model).__name__
                 raise ValueError(f"{self.files.source} has {key}, which {kind} has not{remedy}")
         return False
 
-    def set(self, name: str, value: Tensor) -> None:
-        """Move a tensor to the device and the dtype of its place, whose shape it must have."""
+    def _set(self, name: str, value: Tensor) -> None:
+        """Pack a stack; move another tensor to the device and the dtype of its place."""
         old = self.names.tensors[name]
-        _check_shape(name, value, tuple(old.shape), self.files)
+        self._check_shape(name, value, tuple(old.shape))
         self.loaded.add(name)
-        value = value.to(self.device)
+        if name in self.stacks:
+            experts, target, shape = self.stacks[name]
+            pack(experts, target, value, shape, **self.wanted, **self.options)
+            return
+        value = value.to(self.files.device)
         if value.is_floating_point():
-            value = value.to(self.names.dtype(name, self.dtype))
+            value = value.to(self.names.dtype(name, self.files.dtype))
         parent, _, leaf = name.rpartition(".")
         owner = self.model.get_submodule(parent)
         if leaf in owner._parameters:
@@ -421,20 +376,9 @@ class _Dense:
         else:
             owner._buffers[leaf] = value
 
-
-def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], files: Any) -> None:
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} is {tuple(value.shape)} in {files.source}, the model has {shape}")
-
-
-def _tie(model: nn.Module, files: ModelFiles, loaded: set[str]) -> None:
-    """Tie weights as from_pretrained does, then refuse a model of which something is missing."""
-    packed = tuple(f"{name}." for name, _, _ in stacks(model))
-    missing = {n for n in model.state_dict() if n not in loaded and not n.startswith(packed)}
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    lacking = [name for name, tensor in model.state_dict().items() if name in missing]
-    if lacking:
-        raise ValueError(
-            f"{files.source} lacks {len(lacking)} tensors of {type(model).__name__}: "
-            f"{', '.join(lacking[:5])}"
-        )
+    def _check_shape(
+        self, name: str, value: Tensor | QuantizedExperts, shape: tuple[int, ...]
+    ) -> None:
+        if tuple(value.shape) != shape:
+            found = tuple(value.shape)
+            raise ValueError(f"{name} is {found} in {self.files.source}, the model has {shape}")

@@ -85,10 +85,6 @@ class ModelFiles:
         """Its shape, without reading it."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
-    def part(self, name: str, place: int) -> Tensor:
-        """`tensor[place : place + 1]` of a tensor, without reading the others."""
-        return self._file(name).get_slice(name)[place : place + 1]
-
     def share(self, name: str, place: int, count: int) -> Tensor:
         """One of `count` equal shares of a tensor along dimension 0, without reading the others."""
         part = self._file(name).get_slice(name)

@@ -7,24 +7,13 @@ its auxiliary loss and shared experts stay the model's own, and no model is list
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ...moe.experts import experts_forward
 from ...moe.layout import ExpertsLora, module_layout
 from ...moe.quantized.expert_weights import expert_weight
 from ..adapters import peft
-from .experts import (
-    ATTACHED,
-    IMPLEMENTATION,
-    check_supported,
-    experts_modules,
-    is_experts,
-    is_ours,
-    projections,
-    why_no_experts,
-)
+from .experts import ATTACHED, IMPLEMENTATION, is_experts, is_ours, projections, supported_experts
 from .hf_quantizer import mark, register
 
 
@@ -57,16 +46,17 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
     register()
     if model is None:
         return IMPLEMENTATION
-    found = dict(experts_modules(model))
-    if not found:
-        raise ValueError(why_no_experts(model))
-    for name, experts in found.items():
-        check_supported(experts, name)
+    found = supported_experts(model)
     peft.check_targets(model)
     wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
     for wrapper in wrappers:
         peft.check_bypass(wrapper)
-    before = _implementations(model)
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [  # outer ones first
+        (config, config._experts_implementation)
+        for config in configs.values()
+        if hasattr(config, "_experts_implementation")
+    ]
     for inner in model.modules():
         if isinstance(inner, PreTrainedModel):
             inner.set_experts_implementation(IMPLEMENTATION)
@@ -120,13 +110,3 @@ def experts_function(
         gate_up_bias=getattr(experts, f"{first}_bias") if experts.has_bias else None,
         down_bias=experts.down_proj_bias if experts.has_bias else None,
     )
-
-
-def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """Every configuration in a model with its experts implementation, outer ones first."""
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return [
-        (config, config._experts_implementation)
-        for config in configs.values()
-        if hasattr(config, "_experts_implementation")
-    ]

@@ -315,6 +315,16 @@ def room_to_pack(factor: Tensor | None, x: Tensor) -> Tensor | None:
     return torch.empty(factor.shape, dtype=x.dtype, device=x.device)
 
 
+def pack(
+    factor: Tensor | None, room: Tensor | None, early: bool = False, signals: bool = False
+) -> bool:
+    """Fill what `room_to_pack` gave; whether the next launch may begin early, as in `reorder`."""
+    if room is factor:
+        return early
+    reorder(factor, room, early=early, signals=signals)
+    return signals
+
+
 def copied(factors: Sequence[Tensor | None], x: Tensor) -> int:
     """Bytes of packed copies of those factors whose elements lie apart."""
     apart = [factor for factor in factors if factor is not None and is_scattered(factor)]
@@ -374,15 +384,11 @@ def gated_experts_triton(layer: GatedLayer, keeps: bool) -> tuple[Tensor, Tensor
     if first.lora is not None:
         options = {"scaling": first.scaling, "fan": order.top_k}
         early = low_rank(x, first.a, order, xa1, signals=signals, **options)
-    if factor1 is not own1:
-        reorder(own1, factor1, early=early, signals=signals)
-        early = signals
+    early = pack(own1, factor1, early, signals)
     signals = signals and second.lora is not None
     wide, h = gated_forward(layer, xa1, factor1, keeps=keeps, early=early, signals=signals)
     del factor1
-    early = signals
-    if factor2 is not own2:
-        reorder(own2, factor2, early=early, signals=signals)
+    early = pack(own2, factor2, signals, signals)
     xa2 = x.new_empty((total, second.rank))
     if second.lora is not None:
         options = {"scaling": second.scaling, "fan": 0}
@@ -496,11 +502,8 @@ def _backward_beside(
 
     signals = overlaps(grad.device) and order.tiles.shape[0] > 0
     with beside(grad) as streams:
-        early = False
         with streams.there():
-            if factors[1] is not own[1]:
-                reorder(own[1], factors[1], signals=signals)
-                early = signals
+            early = pack(own[1], factors[1], signals=signals)
             if second.lora is not None:
                 options = {"fan": top_k, "signals": signals, "early": early}
                 early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)

@@ -115,16 +115,10 @@ def _gated_forward(  # noqa: PLR0913
         place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
     total = _product_with_low_rank(
-        at_x,
-        at_weight,
-        at_factor,
+        (at_x, at_weight, at_factor),
         low,
-        rows,
-        inside,
-        within,
-        x_col,
-        weight_k,
-        factor_rank,
+        (rows, inside, within),
+        (x_col, weight_k, factor_rank),
         K,
         rank,
         known,
@@ -283,16 +277,10 @@ def _gated_backward(  # noqa: PLR0913
     if LORA:
         at_factor = factor + expert * factor_expert + inner * factor_n
     total = _product_with_low_rank(
-        at_dy,
-        at_weight,
-        at_factor,
+        (at_dy, at_weight, at_factor),
         low,
-        rows,
-        inside,
-        within,
-        dy_col,
-        weight_k,
-        factor_rank,
+        (rows, inside, within),
+        (dy_col, weight_k, factor_rank),
         K,
         rank,
         known,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -283,18 +283,12 @@ def grouped_product(  # noqa: PLR0913
     _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, order.tile_rows, k, n, direction if other is None else "dots", rank)
-    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
-    if other is not None:
-        dots = torch.empty(
-            (triton.cdiv(n, tile.columns), order.slots.shape[0]),
-            dtype=torch.float32,
-            device=x.device,
-        )
-        factor = None if factor is None else packed(factor, x.dtype)
-        operands = (x, weight, low, factor, order, out)
-        launch_product(*operands, bias=bias, other=other, dots=dots, other_fan=other_fan, **common)
-        return dots.sum(0)
-    ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
+    ranges, packs, dots = [(0, n)], True, None
+    if other is None:
+        ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
+    else:
+        shape = (triton.cdiv(n, tile.columns), order.slots.shape[0])
+        dots = torch.empty(shape, dtype=torch.float32, device=x.device)
     for first, end in ranges:
         columns = slice(first, end if factor is not None else n)
         here = None if factor is None else factor[:, :, columns]
@@ -305,10 +299,17 @@ def grouped_product(  # noqa: PLR0913
             packed(here, x.dtype) if factor is not None and packs else here,
             order,
             None if out is None else out[:, columns],
+            tile=tile,
+            fan=fan,
+            scatter=scatter,
             bias=None if bias is None else bias[:, columns],
-            **common,
+            gates=gates,
+            other=other,
+            other_fan=0 if other is None else other_fan,  # which a kernel is compiled for
+            dots=dots,
+            early=early,
         )
-    return None
+    return None if dots is None else dots.sum(0)
 
 
 def launch_product(  # noqa: PLR0913
@@ -500,15 +501,23 @@ def expert_sum(
 
 
 def grouped_lora_forward_triton(
-    x: Tensor, weights: ExpertWeights, order: ExpertOrder, fan: int, grouped_out: bool
+    x: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    fan: int,
+    grouped_out: bool,
+    product: Callable[..., Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """xa first, then the product with xa B_e^T in its epilogue; see `grouped_lora_forward`."""
+    """xa first, then the product with xa B_e^T in its epilogue; see `grouped_lora_forward`.
+
+    `product` takes what `grouped_product` takes, over weights of another kind.
+    """
     rows = order.slots.shape[0]
     xa = x.new_empty((rows, weights.rank))
     y = x.new_empty((rows, weights.weight.shape[2]))
     if weights.lora is not None:
         low_rank(x, weights.a, order, xa, scaling=weights.scaling, fan=fan)
-    grouped_product(
+    (product or grouped_product)(
         x,
         weights.weight,
         xa,
@@ -533,6 +542,7 @@ def grouped_lora_dx_triton(
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
+    product: Callable[..., Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The forward kernels with W, A and B read transposed; see `grouped_lora_dx`.
 
@@ -546,9 +556,9 @@ def grouped_lora_dx_triton(
     if weights.lora is not None:
         low_rank(dy, weights.b.transpose(1, 2), order, yb, scaling=weights.scaling, fan=dy_fan)
     if wants_dx or x is not None:
-        dots = grouped_product(
+        dots = (product or grouped_product)(
             dy,
-            weights.weight.transpose(1, 2),
+            weights.weight.mT,
             yb,
             weights.a,
             order,

@@ -82,12 +82,9 @@ def _tile_of(program, tile_count, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _product(
-    at_rows,  # (BLOCK_M,) pointers to the rows' first elements
-    at_columns,  # (BLOCK_N,) pointers to the columns' first elements
-    inside,
-    within,
-    row_step,
-    column_step,
+    at,
+    places,
+    steps,
     K,
     known,
     WIDEN: tl.constexpr,
@@ -95,7 +92,13 @@ def _product(
     EVEN_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The products of rows and columns over K, (BLOCK_M, BLOCK_N); zero unless known."""
+    """The products of rows and columns over K, (BLOCK_M, BLOCK_N); zero unless known.
+
+    Its first arguments are those of `_product_with_low_rank`, and so are those of its other parts.
+    """
+    at_rows, at_columns, _ = at
+    _, inside, within = places
+    row_step, column_step, _ = steps
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     at_x = at_rows[:, None] + k[None, :] * row_step
     at_weight = at_columns[None, :] + k[:, None] * column_step
@@ -117,19 +120,11 @@ def _product(
 
 
 @triton.jit
-def _low_rank_step(
-    low,  # (R, r), contiguous
-    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank
-    factor_rank,
-    start,
-    rows,
-    inside,
-    within,
-    rank,
-    known,
-    BLOCK_R: tl.constexpr,
-):
+def _low_rank_step(at, low, places, steps, start, rank, known, BLOCK_R: tl.constexpr):
     """Ranks from start on of low and of F_e, zero unless known."""
+    _, _, at_factor = at
+    rows, inside, within = places
+    _, _, factor_rank = steps
     r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
     low_mask = (inside & known)[:, None] & (r[None, :] < rank)
     values = tl.load(low + rows[:, None] * rank + r[None, :], mask=low_mask, other=0.0)
@@ -139,12 +134,13 @@ def _low_rank_step(
 
 
 @triton.jit
-def _plus_step(total, values, weights, inside, within, WIDEN: tl.constexpr):
+def _plus_step(total, values, weights, places, WIDEN: tl.constexpr):
     """total + values weights of `_low_rank_step`, which has had a sum's time to arrive.
 
     What is selected is there already; without it the compiler would move the operands into shared
     memory, and wait for them, where they are loaded.
     """
+    _, inside, within = places
     values = tl.where(inside[:, None], values, 0.0)
     weights = tl.where(within[None, :], weights, 0.0).to(values.dtype)
     return _dot(values, weights, total, WIDEN)
@@ -152,40 +148,22 @@ def _plus_step(total, values, weights, inside, within, WIDEN: tl.constexpr):
 
 @triton.jit
 def _plus_low_rank(
-    total,
-    low,  # (R, r), contiguous
-    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank
-    factor_rank,
-    rows,
-    inside,
-    within,
-    rank,
-    known,
-    WIDEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    total, at, low, places, steps, rank, known, WIDEN: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """total + low F_e."""
     # One or two steps: in flight they would only take memory, float32 factors beyond what is.
     for start in tl.range(0, tl.where(known, rank, 0), BLOCK_R, num_stages=1):
-        values, weights = _low_rank_step(
-            low, at_factor, factor_rank, start, rows, inside, within, rank, known, BLOCK_R
-        )
+        values, weights = _low_rank_step(at, low, places, steps, start, rank, known, BLOCK_R)
         total = _dot(values, weights.to(values.dtype), total, WIDEN)
     return total
 
 
 @triton.jit
 def _product_with_low_rank(  # noqa: PLR0913
-    at_rows,
-    at_columns,
-    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank, if LORA
-    low,
-    rows,
-    inside,
-    within,
-    row_step,
-    column_step,
-    factor_rank,
+    at,  # pointers to the rows, to the columns and, if LORA, to those of the expert's first rank
+    low,  # (R, r), contiguous
+    places,  # rows, which of them are inside, and which columns are within
+    steps,  # of rows and columns along K, and of the factor along the rank
     K,
     rank,
     known,
@@ -210,38 +188,19 @@ def _product_with_low_rank(  # noqa: PLR0913
             if not late:
                 _waits(EARLY)
             there = known & (not late)
-        values, weights = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, there, BLOCK_R
-        )
-    total = _product(
-        at_rows,
-        at_columns,
-        inside,
-        within,
-        row_step,
-        column_step,
-        K,
-        known,
-        WIDEN,
-        EVEN_K,
-        EVEN_N,
-        BLOCK_K,
-    )
+        values, weights = _low_rank_step(at, low, places, steps, 0, rank, there, BLOCK_R)
+    total = _product(at, places, steps, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K)
     if LORA and AHEAD:
         if EARLY > 0:
             late = tl.program_id(0) < EARLY
             if late:
                 _waits(EARLY)
-                values, weights = _low_rank_step(
-                    low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
-                )
-        total = _plus_step(total, values, weights, inside, within, WIDEN)
+                values, weights = _low_rank_step(at, low, places, steps, 0, rank, known, BLOCK_R)
+        total = _plus_step(total, values, weights, places, WIDEN)
     else:
         _waits(EARLY)
     if LORA and not AHEAD:
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
+        total = _plus_low_rank(total, at, low, places, steps, rank, known, WIDEN, BLOCK_R)
     return total
 
 
@@ -313,16 +272,10 @@ def _grouped_product(  # noqa: PLR0913
     if LORA:
         at_factor = factor + expert * factor_expert + columns * factor_n
     total = _product_with_low_rank(
-        at_x,
-        at_weight,
-        at_factor,
+        (at_x, at_weight, at_factor),
         low,
-        rows,
-        inside,
-        within,
-        x_col,
-        weight_k,
-        factor_rank,
+        (rows, inside, within),
+        (x_col, weight_k, factor_rank),
         K,
         rank,
         known,
@@ -533,15 +486,10 @@ def _products_of(  # noqa: PLR0913
     offsets,
     out,
     experts,
-    A,
-    B,
-    left_row,
-    left_col,
-    right_row,
-    right_col,
-    out_expert,
-    out_a,
-    out_b,
+    sizes,  # A and B
+    left_strides,
+    right_strides,
+    out_strides,
     LEFT_FAN: tl.constexpr,
     RIGHT_FAN: tl.constexpr,
     GATED: tl.constexpr,
@@ -552,6 +500,10 @@ def _products_of(  # noqa: PLR0913
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    A, B = sizes
+    left_row, left_col = left_strides
+    right_row, right_col = right_strides
+    out_expert, out_a, out_b = out_strides
     a_tiles, b_tiles = tl.cdiv(A, BLOCK_A), tl.cdiv(B, BLOCK_B)
     first = program // (a_tiles * b_tiles) * EXPERTS
     a = program // b_tiles % a_tiles * BLOCK_A + tl.arange(0, BLOCK_A)
@@ -653,15 +605,10 @@ def _expert_products(  # noqa: PLR0913
             offsets,
             out,
             experts,
-            A,
-            B,
-            left_row,
-            left_col,
-            right_row,
-            right_col,
-            out_expert,
-            out_a,
-            out_b,
+            (A, B),
+            (left_row, left_col),
+            (right_row, right_col),
+            (out_expert, out_a, out_b),
             LEFT_FAN,
             RIGHT_FAN,
             GATED,
@@ -682,15 +629,10 @@ def _expert_products(  # noqa: PLR0913
             offsets,
             other_out,
             experts,
-            other_A,
-            other_B,
-            other_left_row,
-            other_left_col,
-            other_right_row,
-            other_right_col,
-            other_out_expert,
-            other_out_a,
-            other_out_b,
+            (other_A, other_B),
+            (other_left_row, other_left_col),
+            (other_right_row, other_right_col),
+            (other_out_expert, other_out_a, other_out_b),
             OTHER_LEFT_FAN,
             OTHER_RIGHT_FAN,
             OTHER_GATED,

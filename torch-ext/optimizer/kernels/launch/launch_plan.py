@@ -5,7 +5,8 @@ the compiled kernels and allocate in Python takes the host several times what th
 launched is a function of shapes, strides, dtypes, alignment and constants, never of values. So
 `replayed` runs a function once without launching anything, records its launches, allocations and
 waits, and hands them to the op as a program; every call with operands alike is one call of the op,
-which allocates anew and puts the new addresses in place.
+which allocates anew and puts the new addresses in place. From the third play on the launches are
+nodes of CUDA graphs, whose arguments change; in a capture they are launches as before.
 
 Recorded are launches by `launch`, memory by torch's empty functions and streams of `beside`. What
 is allocated meanwhile are stand-ins: tensors with addresses at which nothing is. The kernels are

@@ -1,7 +1,7 @@
 """Launches of gated_quantized_experts, and which of them run beside each other.
 
-forward   xa1 | B1 packed | gate_up product | activation, where not in it | B2 packed | xa2 |
-          down product | combine
+forward   xa1, beside it B1 packed, B2 packed | gate_up product | activation, where not in it |
+          xa2 | down product | combine
 backward  second stream: B2 packed | yb2 | down's dX | the activation's gradient | yb1 | dX |
           combine
           first stream: B1 packed | after yb2: dB2, dA2 | after the activation's: the gates', dB1 |
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..experts.expert_sort import ExpertOrder
-from ..experts.gated_launch_triton import gradient_of_gates, room_to_pack, row_sum
+from ..experts.gated_launch_triton import gradient_of_gates, pack, room_to_pack, row_sum
 from ..experts.grouped_launch_triton import (
     expert_products,
     is_scattered,
@@ -66,14 +66,15 @@ def gated_quantized_experts_triton(
 
     def product(rows_in: Tensor, one: int, xa: Tensor, y: Tensor, **options: Any) -> None:
         weights = (first, second)[one]
-        stack: Stack = weights.weight
-        place = (order.slots, order.offsets, order.tiles)
-        operands = (rows_in, stack, stack.transposed, xa, factors[one], *place, y)
-        options |= {"scatter": False, "bias": weights.bias, "tile_rows": order.tile_rows}
-        product_of_stack(operands, slice_experts[one], "forward", options, path)
+        operands = (rows_in, weights.weight, xa, factors[one], order, y)
+        options |= {"slice_experts": slice_experts[one], "path": path, "bias": weights.bias}
+        product_of_stack(*operands, direction="forward", scatter=False, **options)
 
-    xa1, early = low(x, first, order.top_k, False)
-    early = _pack(own[0], factors[0], early, signals) or early
+    with beside(x) as streams:
+        with streams.there():
+            pack(own[0], factors[0])
+            pack(own[1], factors[1])
+        xa1, early = low(x, first, order.top_k, False)
     glu = (layer.activation, layer.interleaved)
     stack: Stack = first.weight
     options: dict[str, Any] = {"fan": order.top_k, "early": early}
@@ -84,13 +85,10 @@ def gated_quantized_experts_triton(
         product(x, 0, xa1, wide, activated=h, **options)
     else:
         product(x, 0, xa1, wide, **options)
-    # Without what is launched between, this begins at the end of the product, whose results the
-    # copy does not read.
-    early = _pack(own[1], factors[1], activates and signals, activates and signals)
     if not activates:
         h = glu_triton(wide, *glu)
         wide = wide if keeps else wide.new_empty((0, wide.shape[1]))
-    xa2, early = low(h, second, 0, early)
+    xa2, early = low(h, second, 0, activates and signals)
     y = x.new_empty((rows, x.shape[1]))
     product(h, 1, xa2, y, fan=0, early=early)
     if not keeps:
@@ -126,18 +124,16 @@ def gated_quantized_experts_backward_triton(
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
 
     def product(rows_in: Tensor, one: int, low: tuple, out: Tensor, fan: int, early: bool) -> None:
-        stack: Stack = (first, second)[one].weight
-        place = (order.slots, order.offsets, order.tiles)
-        operands = (rows_in, stack, not stack.transposed, *low, *place, out)
-        options = {"scatter": False, "fan": fan, "tile_rows": order.tile_rows, "early": early}
-        product_of_stack(operands, slice_experts[one], "dx", options, path)
+        operands = (rows_in, (first, second)[one].weight.mT, *low, order, out)
+        options = {"slice_experts": slice_experts[one], "path": path, "fan": fan, "early": early}
+        product_of_stack(*operands, direction="dx", scatter=False, **options)
 
     summed = _Sums(gates, order, spread.nbytes)
     signals = overlaps(grad.device) and order.tiles.shape[0] > 0
     with beside(grad) as streams:
-        _pack(own[0], factors[0])
+        pack(own[0], factors[0])
         with streams.there():
-            early = _pack(own[1], factors[1], signals=signals)
+            early = pack(own[1], factors[1], signals=signals)
             if b2 is not None:
                 options = {"fan": top_k, "early": early, "signals": signals}
                 early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)
@@ -203,16 +199,6 @@ def _in_one_place(x: Tensor, rows: int, *widths: int) -> list[Tensor]:
     """(rows, width) of x's dtype for each width, of which one is written after the others' use."""
     flat = x.new_empty(rows * max(widths))
     return [flat[: rows * width].view(rows, width) for width in widths]
-
-
-def _pack(
-    factor: Tensor | None, room: Tensor | None, early: bool = False, signals: bool = False
-) -> bool:
-    """Fill what `room_to_pack` gave; whether the next launch may begin early, as in `reorder`."""
-    if room is factor:
-        return early
-    reorder(factor, room, early=early, signals=signals)
-    return signals
 
 
 @triton.jit

@@ -16,6 +16,7 @@ reference | reference/moe.py                  | CPU and the rest: decodes expert
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,27 +72,16 @@ def _opened(arguments: Sequence[Any]) -> tuple[Any, ...]:
 )
 def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     weights, order, fan, grouped_out, slice_experts, path = _opened(arguments)
-    stack: Stack = weights.weight
     if path not in TRITON_PATHS:
-        decoded = _OneByOne(stack, x.dtype)
+        decoded = _OneByOne(weights.weight, x.dtype)
         operands = (weights.a, weights.b, weights.bias, order.slots, order.offsets)
         layout = (weights.scaling, fan, grouped_out)
         return reference.grouped_lora_forward(x, decoded, *operands, *layout)
-    from ..experts.grouped_launch_triton import low_rank
+    from ..experts.grouped_launch_triton import grouped_lora_forward_triton
 
+    product = functools.partial(product_of_stack, slice_experts=slice_experts, path=path)
     with on_device_of(x):
-        rows = order.slots.shape[0]
-        xa = x.new_empty((rows, weights.rank))
-        y = x.new_empty((rows, stack.shape[2]))
-        if weights.a is not None:
-            low_rank(x, weights.a, order, xa, scaling=weights.scaling, fan=fan)
-        factor = None if weights.b is None else weights.b.transpose(1, 2)
-        place = (order.slots, order.offsets, order.tiles)
-        operands = (x, stack, stack.transposed, xa, factor, *place, y)
-        options = {"fan": fan, "scatter": not grouped_out, "bias": weights.bias}
-        options |= {"tile_rows": order.tile_rows}
-        product_of_stack(operands, slice_experts, "forward", options, path)
-    return y, xa
+        return grouped_lora_forward_triton(x, weights, order, fan, grouped_out, product)
 
 
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -109,37 +99,16 @@ def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def _dx(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     weights, order, gates, x, *layout, slice_experts, path = _opened(arguments)
-    dy_fan, x_fan, grouped_out, wants_dx = layout
-    stack: Stack = weights.weight
     if path not in TRITON_PATHS:
-        decoded = _OneByOne(stack, dy.dtype)
+        decoded = _OneByOne(weights.weight, dy.dtype)
         factors = (weights.a, weights.b, weights.bias)
         operands = (*factors, gates, x, order.slots, order.offsets, weights.scaling)
         return reference.grouped_lora_dx(dy, decoded, *operands, *layout)
-    from ..experts.grouped_launch_triton import low_rank
+    from ..experts.grouped_launch_triton import grouped_lora_dx_triton
 
+    product = functools.partial(product_of_stack, slice_experts=slice_experts, path=path)
     with on_device_of(dy):
-        rows = order.slots.shape[0]
-        yb = dy.new_empty((rows, weights.rank))
-        dx = dy.new_empty((rows if wants_dx else 0, stack.shape[1]))
-        dgates = dy.new_empty((0,), dtype=torch.float32)
-        if weights.b is not None:
-            factor = weights.b.transpose(1, 2)
-            low_rank(dy, factor, order, yb, scaling=weights.scaling, fan=dy_fan)
-        if wants_dx or x is not None:
-            place = (order.slots, order.offsets, order.tiles)
-            operands = (dy, stack, not stack.transposed, yb, weights.a, *place)
-            options = {"fan": dy_fan, "scatter": not grouped_out, "tile_rows": order.tile_rows}
-            options |= {"gates": gates, "other": x, "other_fan": x_fan}
-            target = dx if wants_dx else None
-            dots = product_of_stack((*operands, target), slice_experts, "dx", options, path)
-            dgates = dgates if dots is None else dots
-        if x is not None and weights.bias is not None:
-            through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
-            options = {"scaling": 1.0, "scatter": True, "fan": dy_fan}
-            low_rank(dy, weights.bias[:, None], order, through_bias, **options)
-            dgates = dgates + through_bias[:, 0]
-    return dx, yb, dgates
+        return grouped_lora_dx_triton(dy, weights, order, gates, x, *layout, product)
 
 
 def _fake_dx(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,23 +207,25 @@ class _OneByOne:
 
 
 def product_of_stack(
-    operands: tuple, slice_experts: int, direction: str, options: dict[str, Any], path: str
+    *operands: Any,
+    direction: str,
+    slice_experts: int,
+    path: str,
+    **options: Any,
 ) -> Tensor | None:
-    """One product that decodes in registers, or slices of experts.
+    """`grouped_product` over a `Stack`: one that decodes in registers, or slices of experts.
 
     Args:
-        operands: x, the Stack, whether the sum runs along K, low, factor, slots, offsets, tiles and
-            out, as of `packed_product` of packed_product_triton.py.
-        slice_experts: 0 for registers.
+        *operands: x, the Stack, low, factor, the order and out.
         direction: "forward" or "dx", which chooses the tiles of slices.
-        options: tile_rows, fan, scatter and, where wanted, bias, gates, other and other_fan, early
-            and activated as of `Format.product`.
+        slice_experts: 0 for registers.
         path: See `Format.product`.
+        **options: Those of `grouped_product`, and `activated` of `Format.product`.
     """
     if slice_experts:
         from .sliced_product_triton import sliced_product
 
-        options = {name: one for name, one in options.items() if name != "early"}
+        options.pop("early", None)
         return sliced_product(*operands, count=slice_experts, direction=direction, **options)
     return operands[1].format.product(path, *operands, **options)
 

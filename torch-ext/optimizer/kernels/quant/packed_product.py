@@ -18,7 +18,6 @@ so by launches ahead of it (plain_operands_triton.py), in memory that is let go 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch.library import register_fake
 
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
+from ..experts.expert_sort import ExpertOrder
 
 _BY_TRITON = "product over packed weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
@@ -70,38 +70,13 @@ def shift_of(side: int) -> int:
 
 
 @register_fake(add_op_namespace_prefix("nf4_product"))
-def _fake(  # noqa: PLR0913
-    x,
-    packed,
-    absmax,
-    codebook,
-    stored,
-    blocksize,
-    along,
-    low,
-    factor,
-    bias,
-    gates,
-    slots,
-    offsets,
-    out,
-    fan,
-    scatter,
-    format,
-    block_rows,
-    activated,
-    early,
-):
+def _fake(*operands):
     return None
 
 
 def packed_product(  # noqa: PLR0913
     x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    codebook: Tensor | None,
-    stored: tuple[int, int, int],
-    blocksize: int,
+    stack: PackedStack,
     slots: Tensor,
     offsets: Tensor,
     *,
@@ -113,9 +88,6 @@ def packed_product(  # noqa: PLR0913
     fan: int,
     grouped_out: bool,
     out: Tensor | None = None,
-    kind: str = "4bit",
-    block_rows: int = 1,
-    nested: tuple[Tensor, Tensor, Tensor] | None = None,
     activated: Tensor | None = None,
     early: bool = False,
 ) -> Tensor:
@@ -123,11 +95,7 @@ def packed_product(  # noqa: PLR0913
 
     Args:
         x: Rows of K (along) or of N, bfloat16, contiguous, on 16 bytes.
-        packed: uint8, on 16 bytes; see `PackedStack`.
-        absmax: Scales of blocks.
-        codebook: (16,) float32 of "4bit", else None.
-        stored: (E, N, K).
-        blocksize: Elements of a stored row that share a scale.
+        stack: Its bytes on 16 bytes.
         slots: (R,) of `expert_sort`, as offsets.
         offsets: (E + 1,).
         along: The sum runs along K and the result has N columns; else across N, and it has K.
@@ -138,9 +106,6 @@ def packed_product(  # noqa: PLR0913
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
         grouped_out: Write in expert order instead of slot order.
         out: (R, columns), contiguous, bfloat16; of no rows if only `activated` is wanted.
-        kind: Of the stack.
-        block_rows: Stored rows that share a scale, of FP8.
-        nested: As of `PackedStack`, with absmax in uint8.
         activated: (R, columns / 2), contiguous, bfloat16, where `activates`: silu of the first half
             of the columns times the second half, in expert order and without gates.
         early: It begins while the launch before it ends, and waits for it; offsets were there when
@@ -153,9 +118,9 @@ def packed_product(  # noqa: PLR0913
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
-    sizes = (tuple(stored), blocksize, kind, block_rows)
-    if reason := refusal(x, PackedStack(packed, absmax, codebook, nested, *sizes)):
+    if reason := refusal(x, stack):
         raise ValueError(f"packed_product cannot take this product: {reason}")
+    packed, absmax, codebook, nested, stored, blocksize, kind, block_rows = stack
     columns = stored[1] if along else stored[2]
     if out is None:
         out = x.new_empty((slots.shape[0], columns))
@@ -271,26 +236,13 @@ def pays(mean_rows: float, depth: int, least_rows: int) -> bool:
     return least_rows <= mean_rows <= MOST_ROWS and depth >= LEAST_DEPTH
 
 
-def compiled_is_faster(operands: tuple, pays: Callable[[float, int], bool]) -> bool:
-    """Whether `prefer_compiled` with these arguments takes the compiled op, and `pays` agrees."""
-    x, stack, last, _, _, slots, *_, out = operands
-    experts, n, k = stack.stored
-    if out is None or not dispatch.is_hopper(x.device):
-        return False
-    if not pays(slots.shape[0] / experts, k if last else n):
-        return False
-    return refusal(x, stack) is None
-
-
 def prefer_compiled(
     x: Tensor,
     stack: PackedStack,
     last: bool,
     low: Tensor,
     factor: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,
     *,
     activated: Tensor | None = None,
@@ -315,18 +267,13 @@ def prefer_compiled(
         raise ValueError(f"no product but the compiled one applies an activation: {reason}")
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
-        return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
-    packed, absmax, codebook, nested, stored, blocksize, kind, block_rows = stack
+        return by_triton(x, stack, last, low, factor, order, out, **options)
     other, gates = options.get("other"), options.get("gates")
     packed_product(
         x,
-        packed,
-        absmax,
-        codebook,
-        stored,
-        blocksize,
-        slots,
-        offsets,
+        stack,
+        order.slots,
+        order.offsets,
         along=last,
         low=None if factor is None else low,
         factor=factor,
@@ -335,13 +282,10 @@ def prefer_compiled(
         fan=options["fan"],
         grouped_out=not options["scatter"],
         out=out,
-        kind=kind,
-        block_rows=block_rows,
-        nested=nested,
         activated=activated,
         early=early,
     )
     if other is None:
         return None
     place = (options.get("other_fan", 0), options["scatter"])
-    return gate_and_dot(out, other, gates, slots, offsets, *place)
+    return gate_and_dot(out, other, gates, order.slots, order.offsets, *place)

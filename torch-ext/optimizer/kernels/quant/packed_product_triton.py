@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..experts import tile_tables as config
-from ..experts.expert_sort import tile_rows_for
+from ..experts.expert_sort import ExpertOrder, tile_rows_for
 from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
@@ -104,9 +104,7 @@ def _scales(stack, at_block, mask, NESTED: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _along_rows(  # noqa: PLR0913
-    at_x,  # (BLOCK_M, 1) pointers to rows
-    x_col,
-    inside,
+    x,  # (BLOCK_M, 1) pointers to rows, the step along them, and which rows are inside
     stack,  # see _packed_product
     row,  # (BLOCK_C,) stored rows, one per column of the result
     scale_row,  # (BLOCK_C,) rows of scales
@@ -123,6 +121,7 @@ def _along_rows(  # noqa: PLR0913
     KIND: tl.constexpr,
 ):
     """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS scales per row."""
+    at_x, x_col, inside = x
     packed, table, row_bytes, row_blocks = stack[0], stack[5], stack[6][0], stack[6][1]
     shift = stack[6][2]
     PER_BYTE: tl.constexpr = 1 if KIND == "fp8" else 2
@@ -157,10 +156,8 @@ def _along_rows(  # noqa: PLR0913
 
 
 @triton.jit
-def _across_rows(  # noqa: PLR0913
-    at_x,  # (BLOCK_M, 1) pointers to rows
-    x_col,
-    inside,
+def _across_rows(
+    x,  # (BLOCK_M, 1) pointers to rows, the step along them, and which rows are inside
     stack,
     first_row,  # stored row where the expert begins
     first_column,
@@ -175,6 +172,7 @@ def _across_rows(  # noqa: PLR0913
     KIND: tl.constexpr,
 ):
     """Two (BLOCK_C / 2, BLOCK_M), of even and odd columns: sums across the stored rows."""
+    at_x, x_col, inside = x
     packed, table, row_bytes, row_blocks = stack[0], stack[5], stack[6][0], stack[6][1]
     shift = stack[6][2]
     HALF: tl.constexpr = BLOCK_C // 2
@@ -203,10 +201,8 @@ def _across_rows(  # noqa: PLR0913
 
 
 @triton.jit
-def _across_bytes(  # noqa: PLR0913
-    at_x,  # (BLOCK_M, 1) pointers to rows
-    x_col,
-    inside,
+def _across_bytes(
+    x,  # (BLOCK_M, 1) pointers to rows, the step along them, and which rows are inside
     stack,
     row,  # stored row where the expert begins
     scale_row,  # row of scales where it begins
@@ -220,6 +216,7 @@ def _across_bytes(  # noqa: PLR0913
     BLOCKS: tl.constexpr,  # blocks of the format that share the BLOCK_C columns
 ):
     """(BLOCK_C, BLOCK_M): sums of FP8 across the stored rows."""
+    at_x, x_col, inside = x
     packed, scales, row_bytes, row_blocks = stack[0], stack[1], stack[6][0], stack[6][1]
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
     column = first_column + tl.arange(0, BLOCK_C)
@@ -264,9 +261,7 @@ def _add_low_rank(
 
 @triton.jit
 def _sum(  # noqa: PLR0913
-    at_x,
-    x_col,
-    inside,
+    x,  # as in `_along_rows`
     stack,
     first_rows,  # where the expert begins: the stored row, and that of scales
     first_column,
@@ -290,14 +285,13 @@ def _sum(  # noqa: PLR0913
 ):
     """(BLOCK_M, BLOCK_C): x W_e + low F_e."""
     at_low, at_factor, factor_rank, factor_col = lora
+    inside = x[2]
     if LAST or KIND == "fp8":
         columns = first_column + tl.arange(0, BLOCK_C)
         within = columns < columns_count
         if LAST:
             total = _along_rows(
-                at_x,
-                x_col,
-                inside,
+                x,
                 stack,
                 first_rows[0] + columns,
                 first_rows[1] + (columns >> stack[6][3]),
@@ -315,9 +309,7 @@ def _sum(  # noqa: PLR0913
             )
         else:
             total = _across_bytes(
-                at_x,
-                x_col,
-                inside,
+                x,
                 stack,
                 first_rows[0],
                 first_rows[1],
@@ -338,9 +330,7 @@ def _sum(  # noqa: PLR0913
         return tl.trans(total)
     else:
         even, odd = _across_rows(
-            at_x,
-            x_col,
-            inside,
+            x,
             stack,
             first_rows[0],
             first_column,
@@ -479,9 +469,7 @@ def _packed_product(  # noqa: PLR0913
     sides = (row_bytes, row_blocks, shift, row_shift)
     stack = (packed, absmax, code, code_scale, code_offset, table, sides)
     total = _sum(
-        x + _source(rows, inside, slots, FAN)[:, None] * x_row,
-        x_col,
-        inside,
+        (x + _source(rows, inside, slots, FAN)[:, None] * x_row, x_col, inside),
         stack,
         (expert * stored_rows, expert * scale_rows),
         column_tile * BLOCK_C,
@@ -598,12 +586,9 @@ def packed_product(  # noqa: PLR0913
     last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, C)
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,  # (R, C), contiguous
     *,
-    tile_rows: int,
     fan: int,
     scatter: bool,
     bias: Tensor | None = None,  # (E, C)
@@ -614,13 +599,13 @@ def packed_product(  # noqa: PLR0913
 ) -> Tensor | None:
     """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
 
-    `tile` is for tuning: its rows divide `tile_rows` or are a multiple; None for `choose_tile`.
+    `tile` is for tuning: its rows divide the order's or are a multiple; None for `choose_tile`.
     """
     packed, absmax, codebook, nested, (experts, n, k), blocksize, kind, block_rows = stack
     depth, columns = (k, n) if last else (n, k)
-    rows = slots.shape[0]
+    rows, tiles = order.slots.shape[0], order.tiles
     tile = tile or choose_tile(rows / experts, last, depth, other is not None, x.element_size())
-    share = triton.cdiv(tile_rows, tile.rows)
+    share = triton.cdiv(order.tile_rows, tile.rows)
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
@@ -642,8 +627,8 @@ def packed_product(  # noqa: PLR0913
         packed if bias is None else bias,
         packed if gates is None else gates.contiguous(),
         packed if other is None else other,
-        slots,
-        offsets,
+        order.slots,
+        order.offsets,
         tiles,
         packed if out is None else out,
         packed if dots is None else dots,
@@ -683,7 +668,7 @@ def packed_product(  # noqa: PLR0913
         BLOCKS=max(1, tile.columns >> shift),
         SPANS=max(1, tile.depth >> shift),
         EVEN=depth % tile.depth == 0,
-        TILE_ROWS=tile_rows,
+        TILE_ROWS=order.tile_rows,
         SHARE=share,
         GROUP=config.GROUP,
         KIND=kind,

@@ -9,6 +9,8 @@ one slice of the experts that have rows, wherever they lie, which torch finds an
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from ..experts.expert_sort import ExpertOrder
 from ..experts.grouped_launch_triton import launch_product, tile_of
 from ..experts.grouped_launch_triton import packed as packed_factor
 from ..launch.launch_plan import launch
-from .formats import Stack, shape_of
+from .formats import Stack
 from .grouped_lora_quantized import ACTIVE, active_of
 
 _TILES = 256  # of a program of `_tiles_of_slices`
@@ -72,16 +74,12 @@ def tiles_of_active(tiles: Tensor, position: Tensor, count: int) -> Tensor:
 def sliced_product(  # noqa: PLR0913
     x: Tensor,  # rows of the summed dimension
     stack: Stack,
-    last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, columns)
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,
     *,
     count: int,  # experts per slice, or ACTIVE
-    tile_rows: int,
     fan: int,
     scatter: bool,
     direction: str,
@@ -91,12 +89,13 @@ def sliced_product(  # noqa: PLR0913
     other_fan: int = 0,
 ) -> Tensor | None:
     """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
-    experts, depth, columns = shape_of(stack.stored, last)
+    experts, depth, columns = stack.shape
+    slots, offsets, tiles = order.slots, order.offsets, order.tiles
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
     kind = direction if other is None else "dots"
-    tile = tile_of(x, tile_rows, depth, columns, kind, rank)
+    tile = tile_of(x, order.tile_rows, depth, columns, kind, rank)
     dots = None
     if other is not None:  # every slice writes its own rows
         shape = (triton.cdiv(columns, tile.columns), slots.shape[0])
@@ -105,10 +104,10 @@ def sliced_product(  # noqa: PLR0913
     def multiply(weight: Tensor, mine: slice | Tensor, part: Tensor) -> None:
         launch_product(
             x,
-            weight.transpose(1, 2) if last else weight,
+            weight.mT if stack.transposed else weight,
             low,
             None if factor is None else factor[mine],
-            ExpertOrder.of(slots, offsets, slots, part, tile_rows, 1),
+            dataclasses.replace(order, tiles=part),
             out,
             tile=tile,
             fan=fan,

@@ -103,16 +103,8 @@ def quantized_launches(
 ) -> tuple[QuantizedLayer | None, tuple[Tensor | None, ...]]:
     """The launches of the layer over two records, None where its products must run on their own.
 
-    Args:
-        x: (T, H).
-        rows: T k.
-        weights: Whatever `as_quantized` knows.
-        trains_biases: Whether a bias wants a gradient.
-        form: What the tensors do not say.
-        backend: Of `grouped_lora_linear`.
-
-    Returns:
-        the launches, the tensors of both records, and the constants of their formats.
+    x is (T, H), `rows` T k, and the weights are whatever `as_quantized` knows. Behind the launches
+    come the tensors of both records and the constants of their formats.
     """
     first, second = as_quantized(weights[0]), as_quantized(weights[1])
     path = experts_path(x.device, x.dtype, backend).name

@@ -52,7 +52,7 @@ class OffloadedWeight(QuantizedWeight):
         """On another device than the one of the products, from host memory."""
         if isinstance(target, torch.dtype) or torch.device(target) == self.device:
             return self
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(QuantizedWeight)}
+        fields = {name: value for name, value in vars(self).items() if name != "module"}
         return QuantizedWeight(**fields).to(target)
 
     def operands(self) -> tuple:
@@ -142,7 +142,7 @@ class ExpertOffload:
         if not self._where:
             raise ValueError(
                 f"{type(model).__name__} has no QuantizedExperts to offload; load it with "
-                "load_quantized, or call quantize_experts. Experts of bitsandbytes become such by "
+                "load_quantized, call quantize_experts, or make them of those of bitsandbytes by "
                 "QuantizedExperts.from_quantized(expert_weight(module, name))"
             )
         found = {module.device for module in self._where}
@@ -190,7 +190,6 @@ class ExpertOffload:
             self._to_host()
         except BaseException:  # memory ran out: the model is left as it was
             self._from_host(home)
-            self._forget_host()
             raise
 
     def turn_off(self) -> None:
@@ -200,16 +199,14 @@ class ExpertOffload:
         """
         if not self.is_on:
             return
-        self._settle()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # nothing uses the slots any more
+            torch.cuda.synchronize(self.device)  # nothing copies or uses the slots any more
         self._slots, self._copies = [], None  # first: their room may be needed
         try:
             self._from_host(dict.fromkeys(self._where, self.device))
         except BaseException:
             self._to_host()
             raise
-        self._forget_host()
 
     def _to_host(self) -> None:
         """Move the experts layer by layer, then make the slots: the device need not hold both."""
@@ -234,27 +231,27 @@ class ExpertOffload:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
 
     def _from_host(self, home: dict[QuantizedExperts, torch.device]) -> None:
-        """Give the experts back to the devices named."""
+        """Give the experts back to the devices named; host memory is kept where that fails."""
         for module, device in home.items():
             module.keeper = None
             module.to(device)
-
-    def _forget_host(self) -> None:
         for layer in self._layers:
             layer.host = None
 
     @torch.compiler.disable  # which slot holds a layer changes: no graph may be told of one
     def record(self, module: QuantizedExperts, host: QuantizedWeight) -> OffloadedWeight:
         """What `module.quantized_weight()` gives while it is on."""
-        fields = {f.name: getattr(host, f.name) for f in dataclasses.fields(QuantizedWeight)}
-        return OffloadedWeight(**fields, module=module)
+        return OffloadedWeight(**vars(host), module=module)
 
     @torch.compiler.disable
     def fetch(self, module: QuantizedExperts) -> QuantizedWeight:
         """The stack on the device, for what the caller launches next on the current stream."""
         index, number = self._where[module]
         with self._lock:
-            self._refuse_capture()
+            if self._copies is not None and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "offloaded experts cannot be captured in a CUDA graph; call turn_off() first"
+                )
             slot = self._use(index)
             if self._copies is not None:
                 stream = torch.cuda.current_stream(self.device)
@@ -268,7 +265,8 @@ class ExpertOffload:
 
     def before_loading(self) -> None:
         """Called by `QuantizedExperts` before a state dict is written to host memory."""
-        self._settle()
+        if self._copies is not None:
+            self._copies.synchronize()
 
     def after_loading(self, module: QuantizedExperts) -> None:
         """Called by `QuantizedExperts` with new values: what is on the device is out of date."""
@@ -277,13 +275,9 @@ class ExpertOffload:
         for slot in self._slots:
             slot.layer = None if slot.layer == index else slot.layer
 
-    def __deepcopy__(self, _: dict) -> ExpertOffload:
-        raise RuntimeError("offloaded experts cannot be copied; call turn_off() first")
-
     def __reduce__(self) -> Any:
         raise RuntimeError(
-            "a module with offloaded experts cannot be pickled; save its state_dict, or call "
-            "turn_off() first"
+            "offloaded experts are neither copied nor pickled: save its state_dict, or turn_off()"
         )
 
     def _use(self, index: int) -> _Slot:
@@ -342,15 +336,3 @@ class ExpertOffload:
             if value.data_ptr() != place.data_ptr():
                 place.copy_(value.detach())
                 module.register_parameter(field, nn.Parameter(place, False))
-
-    def _settle(self) -> None:
-        """Wait until no copy reads host memory."""
-        if self._copies is not None:
-            self._copies.synchronize()
-
-    def _refuse_capture(self) -> None:
-        if self._copies is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "offloaded experts cannot be captured in a CUDA graph: their place changes; call "
-                "turn_off() first"
-            )

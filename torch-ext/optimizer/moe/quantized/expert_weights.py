@@ -42,11 +42,6 @@ def check_module(model: Any) -> None:
 
 def check_strategy(strategy: str, name: str = "strategy") -> None:
     """Raise ValueError unless the argument of that name is one of STRATEGIES."""
-    if strategy == "resident":
-        raise ValueError(
-            f'{name}="resident" decoded the whole stack at once and is gone: "auto" never took '
-            'it; use "chunked", which gives the same numbers in less memory'
-        )
     if strategy not in STRATEGIES:
         raise ValueError(f"{name} must be one of {STRATEGIES}, got {strategy!r}")
 
@@ -236,8 +231,7 @@ def selective_expert_weights(
         raise TypeError(f"weight must be a Tensor or QuantizedWeight, got {type(weight).__name__}")
     if weight.shape[:1] != active.position.shape:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} must hold the experts of the order, "
-            f"{active.position.shape[0]}"
+            f"weight of shape {tuple(weight.shape)} must hold {len(active.position)} experts"
         )
     if isinstance(weight, QuantizedWeight):
         if dtype is None:
@@ -274,15 +268,12 @@ def expert_weight(
         return record
     if isinstance(value, Tensor) and value.dtype.is_floating_point and value.element_size() > 1:
         return value
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        kind = f"{value.dtype} {tuple(value.shape)}"
     raise ValueError(
-        f"name={name!r} of {type(module).__name__} is {_described(value)}: neither a dense weight, "
-        "nor QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
-    )
-
-
-def _described(value: object) -> str:
-    return (
-        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        f"name={name!r} of {type(module).__name__} is {kind}: neither a dense weight, nor "
+        "QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
     )
 
 
@@ -306,8 +297,7 @@ def _bitsandbytes_weight(entries: Any, name: str, shape: Sequence[int] | None) -
     if state.nested:
         if state.state2.blocksize != NESTED_BLOCKSIZE:
             raise ValueError(
-                f"{name} nests absmax in blocks of {state.state2.blocksize}; only "
-                f"{NESTED_BLOCKSIZE} is known"
+                f"{name} nests absmax in blocks of {state.state2.blocksize}, not {NESTED_BLOCKSIZE}"
             )
         offset = torch.as_tensor(state.offset, dtype=torch.float32, device=state.absmax.device)
         tensors |= {

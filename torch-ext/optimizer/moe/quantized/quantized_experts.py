@@ -176,8 +176,7 @@ class QuantizedExperts(nn.Module):
         """
         found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         described = _description(found.get("_extra_state"))
-        shape = tuple(described.pop("shape"))
-        module = cls(shape, **described, strategy=strategy, device="meta")
+        module = cls(**described, strategy=strategy, device="meta")
         module.load_state_dict(found, assign=True)
         return module
 

@@ -105,31 +105,15 @@ def quantized_lora_linear(
     x_fan: int,
     grouped_out: bool,
     path: str,
-    by_name: bool = True,
-    strategy: str | None = None,
+    by_name: bool,
 ) -> Tensor:
-    """`grouped_lora_linear` over 4-bit experts (E, K, N), whose checks have been made.
+    """`grouped_lora_linear` over a record (E, K, N), whose checks have been made.
 
-    Args:
-        x: (T, K), or (R, K) with x_fan 0; bfloat16, float16 or float32.
-        weights: Its weight a record seen as (E, K, N).
-        order: of `expert_sort`.
-        gates: (T, k) or None.
-        x_fan: 0 or k.
-        grouped_out: leave the result in expert order.
-        path: of the products: "compiled", "triton" or "reference".
-        by_name: whether the path was asked for; else Triton's gives way to what is faster.
-        strategy: None for the weight's own; see `choose_strategy`.
-
-    Returns:
-        As `grouped_lora_linear`.
-
-    Raises:
-        ValueError: unknown strategy.
+    x is (T, K), or (R, K) with x_fan 0 in place of k. `by_name` says whether the path of the
+    products was asked for; else Triton's gives way to what is faster.
     """
     weight, lora_a, lora_b, bias, scaling = weights.operands()
-    rows = order.slots.shape[0]
-    chosen, path = pick_strategy(x, weight, rows, path, by_name, strategy)
+    chosen, path = pick_strategy(x, weight, order.slots.shape[0], path, by_name)
     leaves, layout = (x, lora_a, lora_b, bias, gates), (scaling, x_fan, grouped_out)
     count = slice_experts(weight, chosen, x.element_size())
     return _QuantizedLora.apply(*leaves, weight, order, *layout, path, count)
@@ -188,15 +172,9 @@ def _projections(
 
 
 def quantized_gated_linear(layer: GatedLayer, path: str, *, by_name: bool) -> Tensor | None:
-    """`gated_lora_linear` over 4-bit experts, whose checks have been made.
+    """`gated_lora_linear` over records (E, H, 2I) and (E, I, H), whose checks have been made.
 
-    Args:
-        layer: Its weights records, seen as (E, H, 2I) and (E, I, H).
-        path: Of the products.
-        by_name: Whether the path was asked for.
-
-    Returns:
-        (T, H), or None where a product must run on its own.
+    (T, H), or None where a product must run on its own; `by_name` as of `quantized_lora_linear`.
     """
     x, first, second, order = layer.x, layer.first, layer.second, layer.order
     projections = (first, second)

@@ -109,20 +109,11 @@ def pick_strategy(
     rows: int,
     path: str,
     by_name: bool,
-    strategy: str | None = None,
 ) -> tuple[str, str]:
-    """The strategy of a product of x with a weight, and the path of its ops.
+    """The strategy of a product of x with a weight (E, K, N), and the path of its ops.
 
-    Args:
-        x: Rows; their dtype, device and alignment.
-        weight: Seen as (E, K, N).
-        rows: T k.
-        path: "compiled", "triton" or "reference".
-        by_name: Whether the path was asked for; else Triton's gives way to what is faster.
-        strategy: None for the weight's own.
-
-    Raises:
-        ValueError: As `choose_strategy`.
+    Of x the dtype, the device and the alignment matter; `rows` is T k. Triton's path gives way to
+    what is faster unless it was asked for by name. It raises as `choose_strategy`.
     """
     replaceable = path == "triton" and not by_name
     tensors = tuple(weight.tensors.values())
@@ -130,7 +121,7 @@ def pick_strategy(
     chosen = choose_strategy(
         rows,
         weight.shape[0],
-        strategy or weight.strategy,
+        weight.strategy,
         fusable=weight.fusable_over(x),
         fast=path in TRITON_PATHS and decodes_in_registers(x.device, x.dtype),
         compiled=replaceable and refused(x.device, x, tensors, weight.stored) is None,
@@ -149,15 +140,8 @@ def pick_slices(
 ) -> tuple[str, tuple[int, int]] | None:
     """How one op runs a gated layer: its path and `slice_experts` of both products.
 
-    Args:
-        x: As of `pick_strategy`, and so is what follows.
-        weights: Of both projections, seen as (E, H, 2I) and (E, I, H).
-        rows: T k.
-        path: Of the products.
-        by_name: Whether it was asked for.
-
-    Returns:
-        None where a product is "selective": its experts are found by torch, outside of the op.
+    The weights are seen as (E, H, 2I) and (E, I, H); the rest is that of `pick_strategy`. None
+    where a product is "selective": its experts are found by torch, outside of the op.
     """
     taken, found = path, []
     for weight in weights:

@@ -227,6 +227,11 @@ class Stack:
         return shape_of(self.stored, self.transposed)
 
     @property
+    def mT(self) -> Stack:  # noqa: N802
+        """The same bytes seen the other way round, as by `Tensor.mT`."""
+        return dataclasses.replace(self, transposed=not self.transposed)
+
+    @property
     def own_tensors(self) -> dict[str, Tensor]:
         """Those of the layout by their names, without the constants."""
         return dict(zip(self.format.layout(self.stored), self.tensors, strict=False))
@@ -284,11 +289,17 @@ class InRegisters(Format):
         """Where the compiled product is taken, and can."""
         opened = self.opened(stack.tensors, stack.stored)
         fits = packed_product.activates(x, opened, activation, interleaved)
-        if not stack.transposed or not fits:
-            return False
-        experts, _, k = stack.stored
-        measured = path == dispatch.MEASURED and dispatch.is_hopper(x.device)
-        return path == "compiled" or (measured and self.compiled_pays(rows / experts, k))
+        return stack.transposed and fits and self._takes_compiled(path, x, opened, rows, True)
+
+    def _takes_compiled(
+        self, path: str, x: Tensor, opened: PackedStack, rows: int, last: bool
+    ) -> bool:
+        """By name whatever comes, measured what it can take and is the faster one at."""
+        if path != dispatch.MEASURED:
+            return path == "compiled"
+        experts, n, k = opened.stored
+        pays = self.compiled_pays(rows / experts, k if last else n)
+        return pays and dispatch.is_hopper(x.device) and packed_product.refusal(x, opened) is None
 
     def product(
         self,
@@ -301,11 +312,12 @@ class InRegisters(Format):
         **options: Any,
     ) -> Tensor | None:
         """By CUDA or Triton."""
-        operands = (x, self.opened(stack.tensors, stack.stored), *operands)
-        pays = self.compiled_pays
-        if path == "compiled" or (
-            path == dispatch.MEASURED and packed_product.compiled_is_faster(operands, pays)
-        ):
+        opened = self.opened(stack.tensors, stack.stored)
+        last, (*_, order, out) = stack.transposed, operands
+        operands = (x, opened, last, *operands)
+        # Triton's product alone gives the gates' gradient without a result.
+        wanted = out is not None or path != dispatch.MEASURED
+        if wanted and self._takes_compiled(path, x, opened, order.slots.shape[0], last):
             options |= {"activated": activated, "early": early}
             return packed_product.prefer_compiled(*operands, **options)
         from ..packed_product_triton import packed_product as by_triton

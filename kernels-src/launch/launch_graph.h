@@ -1,0 +1,207 @@
+#pragma once
+// The launches of a plan between two of its frees, as one CUDA graph. A graph whose nodes get new
+// arguments takes the host less than half of what its launches take one by one; a node whose
+// arguments are those of the last time takes nothing.
+
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "common/stable.h"
+
+namespace optimizer::launch_plan {
+
+struct Launch {
+  CUfunction function;
+  unsigned grid[3];
+  unsigned threads;
+  unsigned shared;    // bytes
+  bool early;         // begins before its predecessor ended
+  void** arguments;   // the address of each
+  const void* bytes;  // where all of them lie
+  size_t size;        // of that, in bytes
+};
+
+// From the driver that runs; the library does not link against it.
+struct Driver {
+  PFN_cuLaunchKernelEx_v11060 launch;
+  PFN_cuGraphAddNode_v12030 add_node;  // null in a driver before CUDA 12.3
+  PFN_cuGraphExecKernelNodeSetParams_v12000 set_arguments;
+};
+
+template <typename Function>
+Function driver_function(const char* name, int version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  STD_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result));
+  if (result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<Function>(function);
+}
+
+inline const Driver& driver() {
+  static const Driver found = [] {
+    Driver one{
+        driver_function<PFN_cuLaunchKernelEx_v11060>("cuLaunchKernelEx", 11060),
+        driver_function<PFN_cuGraphAddNode_v12030>("cuGraphAddNode", 12030),
+        driver_function<PFN_cuGraphExecKernelNodeSetParams_v12000>("cuGraphExecKernelNodeSetParams",
+                                                                   12000),
+    };
+    STD_TORCH_CHECK(one.launch != nullptr,
+                    "the CUDA driver has no cuLaunchKernelEx; it must be of CUDA 12 or newer");
+    return one;
+  }();
+  return found;
+}
+
+inline void check(CUresult result, const char* what) {
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, "launch_plan: ", what, " failed with CUDA error ",
+                  static_cast<int>(result));
+}
+
+class LaunchGraph {
+ public:
+  LaunchGraph() {
+    cudaGraph_t graph = nullptr;
+    STD_CUDA_CHECK(cudaGraphCreate(&graph, 0));
+    graph_.reset(graph);
+  }
+
+  // The launches follow in the order of the plan, which is the same every time.
+  void begin() { next_ = 0; }
+
+  // The next launch, on the plan's stream of that number.
+  void put(int32_t stream, const Launch& launch) {
+    if (exec_ == nullptr) return add(stream, launch);
+    Node& node = nodes_[next_++];
+    if (std::memcmp(node.bytes.data(), launch.bytes, launch.size) == 0) return;
+    const auto arguments = node_of<CUDA_KERNEL_NODE_PARAMS>(launch);
+    check(driver().set_arguments(exec_.get(), node.node, &arguments), "new arguments of a node");
+    std::memcpy(node.bytes.data(), launch.bytes, launch.size);
+  }
+
+  // What comes next on `stream` follows all that `awaited` has had.
+  void wait(int32_t stream, int32_t awaited) {
+    if (exec_ != nullptr) return;
+    const size_t streams = static_cast<size_t>(std::max(stream, awaited)) + 1;
+    if (before_.size() < streams) before_.resize(streams);
+    Before& own = before_[stream];
+    for (CUgraphNode one : before_[awaited].nodes) {
+      if (std::find(own.nodes.begin(), own.nodes.end(), one) != own.nodes.end()) continue;
+      own.nodes.push_back(one);
+    }
+  }
+
+  void play(cudaStream_t stream) {
+    if (nodes_.empty()) return;
+    if (exec_ == nullptr) instantiate();
+    STD_CUDA_CHECK(cudaGraphLaunch(exec_.get(), stream));
+  }
+
+ private:
+  struct Node {
+    CUgraphNode node;
+    std::vector<char> bytes;  // its arguments
+  };
+  // What the next launch of a stream follows.
+  struct Before {
+    std::vector<CUgraphNode> nodes;
+    CUgraphNode last;  // of them the one on the same stream, if any
+  };
+  struct Destroy {
+    void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
+    void operator()(cudaGraphExec_t exec) const { cudaGraphExecDestroy(exec); }
+  };
+
+  template <typename Parameters>
+  static Parameters node_of(const Launch& launch) {
+    Parameters found{};
+    found.func = launch.function;
+    found.gridDimX = launch.grid[0];
+    found.gridDimY = launch.grid[1];
+    found.gridDimZ = launch.grid[2];
+    found.blockDimX = launch.threads;
+    found.blockDimY = found.blockDimZ = 1;
+    found.sharedMemBytes = launch.shared;
+    found.kernelParams = launch.arguments;
+    return found;
+  }
+
+  void add(int32_t stream, const Launch& launch) {
+    if (before_.size() <= static_cast<size_t>(stream)) before_.resize(stream + 1);
+    Before& own = before_[stream];
+    std::vector<CUgraphEdgeData> edges(own.nodes.size());
+    for (size_t n = 0; n < edges.size(); ++n) {
+      if (!launch.early || own.nodes[n] != own.last) continue;
+      edges[n].from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
+      edges[n].type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    }
+    CUgraphNodeParams parameters{};
+    parameters.type = CU_GRAPH_NODE_TYPE_KERNEL;
+    parameters.kernel = node_of<CUDA_KERNEL_NODE_PARAMS_v3>(launch);
+    CUgraphNode made = nullptr;
+    check(driver().add_node(&made, graph_.get(), own.nodes.data(), edges.data(), edges.size(),
+                            &parameters),
+          "a node of a launch");
+    const char* bytes = static_cast<const char*>(launch.bytes);
+    nodes_.push_back({made, {bytes, bytes + launch.size}});
+    own = {{made}, made};
+  }
+
+  // Another thread may capture a graph meanwhile, which forbids allocations in threads that do not
+  // say that theirs are none of its business.
+  void instantiate() {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+    cudaGraphExec_t exec = nullptr;
+    const cudaError_t result = cudaGraphInstantiate(&exec, graph_.get(), 0);
+    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+    STD_CUDA_CHECK(result);
+    exec_.reset(exec);
+    before_.clear();
+  }
+
+  std::unique_ptr<std::remove_pointer_t<cudaGraph_t>, Destroy> graph_;
+  std::unique_ptr<std::remove_pointer_t<cudaGraphExec_t>, Destroy> exec_;
+  std::vector<Node> nodes_;
+  std::vector<Before> before_;  // of each stream, until all launches are there
+  size_t next_ = 0;
+};
+
+// The graphs of a plan. One player has them at a time; others launch one by one meanwhile.
+struct Graphs {
+  std::atomic<bool> taken{false};
+  int plays = 0;
+  bool made = false;
+  std::vector<LaunchGraph> parts;
+
+  bool take() { return !taken.exchange(true, std::memory_order_acquire); }
+  void leave() { taken.store(false, std::memory_order_release); }
+
+  void drop() {
+    parts.clear();
+    made = false;
+    plays = 0;
+  }
+
+  // Whether they serve this play, and are taken; the third play makes them.
+  bool serve(cudaStream_t stream) {
+    constexpr int kFew = 2;
+    if (driver().add_node == nullptr || !take()) return false;
+    cudaStreamCaptureStatus status{};
+    if ((made || ++plays > kFew) && cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+        status == cudaStreamCaptureStatusNone) {
+      return true;
+    }
+    leave();
+    return false;
+  }
+};
+
+}  // namespace optimizer::launch_plan
