@@ -156,7 +156,7 @@ class Launches:
 def test_early_launches_follow_what_lets_them_begin(
     moe, device, submodule, monkeypatch, activates, lora
 ):
-    """Products behind x A^T, dY B or a copy of B; these behind a product that activates."""
+    """Products behind x A^T and dY B; these behind a copy of B or a product that activates."""
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
     place = submodule("kernels.quant.gated_quantized_experts_triton")
     formats = submodule("kernels.quant.formats")
@@ -174,9 +174,8 @@ def test_early_launches_follow_what_lets_them_begin(
     if not lora:
         assert early == ["product_of_stack"] * activates
         return
-    # Both copies of the forward, or its first; both low-rank products behind a copy, or dY B
-    low = ["low_rank"] * (1 + activates)
-    assert early == [*low, *["product_of_stack"] * 4, *["reorder"] * (1 + activates)]
+    # dY B behind the copy of B, and the second x A^T behind a product that activates
+    assert early == [*["low_rank"] * (1 + activates), *["product_of_stack"] * 4]
     assert ("glu_triton" in {name for _, name, *_ in launches.found}) is not activates
 
 
