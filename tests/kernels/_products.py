@@ -90,38 +90,30 @@ def exact(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
     return value.float().to(dtype)
 
 
+# Of the last two dimensions (r, c) behind others: an empty view in a layout of memory.
+LAYOUTS = {
+    "contiguous": lambda new, lead, r, c: new(*lead, r, c),
+    "transposed": lambda new, lead, r, c: new(*lead, c, r).mT,
+    # Rows start on 16 bytes whatever c is
+    "padded": lambda new, lead, r, c: new(*lead, r, -(-c // 8) * 8 + 8)[..., :c],
+    "transposed-padded": lambda new, lead, r, c: new(*lead, c, -(-r // 8) * 8 + 8)[..., :r].mT,
+    # No row starts on 16 bytes
+    "shifted": lambda new, lead, r, c: new(*lead, r, -(-c // 8) * 8 + 8)[..., 1 : c + 1],
+    "every-third": lambda new, lead, r, c: new(*lead, r, 3 * c)[..., ::3],
+    "batch-inside": lambda new, lead, r, c: new(r, c, *lead).movedim((0, 1), (-2, -1)),
+}
+PATTERNS = tuple(LAYOUTS)
+
+
 def laid_out(x: torch.Tensor, pattern: str) -> torch.Tensor:
     """x (..., r, c) with the same values in another layout of memory."""
-    r, c = x.shape[-2:]
-    lead = x.shape[:-2]
-    if pattern == "contiguous":
-        view = x.new_empty(x.shape)
-    elif pattern == "transposed":
-        view = x.new_empty(*lead, c, r).mT
-    elif pattern == "padded":  # rows start on 16 bytes whatever c is
-        view = x.new_empty(*lead, r, -(-c // 8) * 8 + 8)[..., :c]
-    elif pattern == "transposed-padded":
-        view = x.new_empty(*lead, c, -(-r // 8) * 8 + 8)[..., :r].mT
-    elif pattern == "shifted":  # no row starts on 16 bytes
-        view = x.new_empty(*lead, r, -(-c // 8) * 8 + 8)[..., 1 : c + 1]
-    elif pattern == "every-third":
-        view = x.new_empty(*lead, r, 3 * c)[..., ::3]
-    elif pattern == "batch-inside":
-        view = x.new_empty(r, c, *lead).permute(*range(2, x.ndim), 0, 1)
-    else:
-        raise ValueError(pattern)
-    return view.copy_(x)
+    return LAYOUTS[pattern](x.new_empty, x.shape[:-2], *x.shape[-2:]).copy_(x)
 
 
-PATTERNS = (
-    "contiguous",
-    "transposed",
-    "padded",
-    "transposed-padded",
-    "shifted",
-    "every-third",
-    "batch-inside",
-)
+def relaid(arguments: dict, **patterns: str) -> dict:
+    """The same with operands of these names in other layouts."""
+    given = {name: pattern for name, pattern in patterns.items() if arguments[name] is not None}
+    return arguments | {name: laid_out(arguments[name], given[name]) for name in given}
 
 
 def below(m: int, device: torch.device) -> torch.Tensor:

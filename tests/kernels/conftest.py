@@ -13,6 +13,9 @@ from ..conftest import ROOT, module_fixture
 
 kernels = module_fixture("kernels")
 ops = module_fixture("_ops", "ops")
+moe = module_fixture("moe")
+push = module_fixture("kernels.communication.push", "push")
+signals = module_fixture("kernels.communication.signals")
 
 
 @pytest.fixture(scope="session")

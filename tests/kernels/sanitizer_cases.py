@@ -21,7 +21,7 @@ import torch
 from .._compare import assert_same_bits
 from . import test_communication_gpu, test_packed_product_gpu, test_progress_matmul_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
-from ._products import TILES, Problem, exact, laid_out, run_chain, run_dense
+from ._products import TILES, Problem, exact, laid_out, relaid, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import draw
 from .test_nf4_dequant import DTYPES, STACKS, oracle
@@ -144,13 +144,12 @@ def dense_products(opt) -> Iterator[None]:
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Problem((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
         expected = exact(arguments, torch.float16)
-        arguments["C"] = laid_out(arguments["C"], "padded")
         for a in ("padded", "transposed-padded"):
             for b in ("padded", "transposed-padded"):
-                operands = {"A": laid_out(arguments["A"], a), "B": laid_out(arguments["B"], b)}
+                operands = relaid(arguments, A=a, B=b, C="padded")
                 for tile in TILES[1:]:
                     out = laid_out(torch.full_like(expected, torch.nan), "padded")
-                    run_dense(ops, **{**arguments, **operands}, out=out, tile=tile)
+                    run_dense(ops, **operands, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     yield
 

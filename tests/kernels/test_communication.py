@@ -8,11 +8,6 @@ import time
 import pytest
 import torch
 
-from ..conftest import module_fixture
-
-push = module_fixture("kernels.communication.push", "push")
-signals = module_fixture("kernels.communication.signals")
-
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
 

@@ -12,12 +12,10 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import distributed
 
 from .._compare import capture, no_waits
-from ..conftest import ROOT, module_fixture
+from ..conftest import ROOT
 
 pytestmark = pytest.mark.gpu
 
-push = module_fixture("kernels.communication.push", "push")
-signals = module_fixture("kernels.communication.signals")
 
 TIMEOUT = 5_000
 

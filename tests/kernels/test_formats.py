@@ -13,6 +13,7 @@ from .._compare import (
     assert_all_same_bits,
     assert_same_bits,
     assert_same_numbers,
+    assert_same_tensors,
     relative_error,
 )
 
@@ -150,14 +151,20 @@ def test_ties_go_to_the_even_code_and_signs_stay(opt, device):
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
-def test_what_is_not_finite_makes_its_block_nan(opt, device, bad):
-    weight = torch.ones(2, 64, device=device)
-    weight[1, 40] = bad
-    packed, scales = opt.mxfp4_quantize(weight)
-    assert scales.tolist() == [[125, 125], [125, 255]]
+@pytest.mark.parametrize("name", ("mxfp4", "fp8"))
+def test_what_is_not_finite_makes_its_block_nan(opt, device, name, bad):
+    weight, block = torch.ones(256, 128, device=device), torch.zeros(256, 128, dtype=torch.bool)
+    weight[3, 40] = bad
+    block[(3, slice(32, 64)) if name == "mxfp4" else slice(128)] = True
+    quantize, dequant = (getattr(opt, f"{name}_{part}") for part in ("quantize", "dequant"))
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.mxfp4_dequant(packed, scales, zero, (2, 64))[0]
-    assert found[1, 32:].isnan().all() and (found[0] == 1).all() and (found[1, :32] == 1).all()
+    packed, scales = quantize(weight[None])
+    found = dequant(packed, scales, zero, (256, 128))[0].cpu()
+    assert found[block].isnan().all() and (found[~block] == 1).all()
+    if name == "mxfp4":
+        assert scales[0, 3].tolist() == [125, 255, 125, 125]
+    nothing = quantize(torch.zeros(1, 8, 32, device=device))
+    assert not dequant(*nothing, zero, (8, 32)).any()
 
 
 def test_chunks_and_strides_change_nothing(opt, submodule, monkeypatch, device):
@@ -165,8 +172,8 @@ def test_chunks_and_strides_change_nothing(opt, submodule, monkeypatch, device):
     expected = opt.mxfp4_quantize(weight.contiguous())
     monkeypatch.setattr(submodule("kernels.quant.codec"), "CHUNK", 96)
     assert_all_same_bits(opt.mxfp4_quantize(weight), expected)
-    zeros = opt.mxfp4_quantize(torch.zeros(1, 32, device=device))
-    assert not zeros[0].any() and not zeros[1].any()
+    for zeros in opt.mxfp4_quantize(torch.zeros(1, 32, device=device)):
+        assert not zeros.any()
 
 
 DECODED = {
@@ -252,22 +259,34 @@ def test_wrong_weights_are_named(opt):
         opt.mxfp4_quantize(torch.zeros(0, 32))
 
 
-def test_the_module_holds_what_checkpoints_publish(opt, device):
-    """And gives it back; expert by expert it is packed as at once."""
-    weight = torch.randn(4, 6, 96, generator=torch.Generator().manual_seed(2)).to(device)
-    blocks, scales = opt.mxfp4_quantize(weight)
-    experts = opt.moe.QuantizedExperts.from_weight(weight, quant_type="mxfp4")
-    assert_same_bits(experts.packed.data, blocks.view(-1))
-    assert_same_bits(experts.scales.data, scales.view(-1))
-    published = opt.moe.QuantizedExperts((4, 6, 96), quant_type="mxfp4", device=device)
-    published.load_state_dict({"packed": blocks.view(-1), "scales": scales.view(-1)}, strict=False)
-    assert_same_bits(published.decode(), experts.decode())
+def test_blocks_of_mxfp4_run_along_the_last_dimension(opt):
     with pytest.raises(ValueError, match="blocks of 32 run along the last dimension"):
         opt.moe.QuantizedExperts((4, 6, 100), quant_type="mxfp4")
-    combinations = itertools.product(("chunked", "selective"), (0, 7))
-    for strategy, rows in combinations:
+    experts = opt.moe.QuantizedExperts((4, 6, 96), quant_type="mxfp4")
+    for strategy, rows in itertools.product(("chunked", "selective"), (0, 7)):
         experts.strategy = strategy
         assert opt.moe.explain_quantized(experts, rows).startswith(strategy if rows else "selecti")
+
+
+@pytest.mark.parametrize("block", (None, *BLOCKS), ids=str)
+def test_the_module_holds_what_checkpoints_publish(opt, device, block):
+    """And gives it back; expert by expert it is packed as at once."""
+    weight = torch.randn(4, 70, 160, generator=torch.Generator().manual_seed(2)).to(device)
+    options = {"quant_type": "mxfp4"}
+    if block is None:
+        packed, scales = opt.mxfp4_quantize(weight)
+    else:
+        packed, scales = opt.fp8_quantize(weight, block)
+        options = {"quant_type": "fp8", "block_rows": block[0], "block_columns": block[1]}
+    state = {"packed": packed.view(torch.uint8).view(-1), "scales": scales.view(-1)}
+    experts = opt.moe.QuantizedExperts.from_weight(weight, **options)
+    assert_same_tensors(dict(experts.named_parameters()), state)
+    published = opt.moe.QuantizedExperts((4, 70, 160), device=device, **options)
+    published.load_state_dict(state, strict=False)
+    assert_same_bits(published.decode(), experts.decode())
+    again = opt.moe.QuantizedExperts.from_state_dict(experts.state_dict())
+    assert again.format == experts.format
+    assert_same_bits(again.half().decode(), experts.decode())
 
 
 def exact(packed, scales, block):
@@ -306,36 +325,11 @@ def test_blocks_cover_odd_sizes(opt, submodule, ops, device, block, path):
     assert (error <= 1.01 * allowed[2] + weight[2].abs() / 256).all()
 
 
-@pytest.mark.parametrize("bad", (math.nan, math.inf))
-def test_what_is_not_finite_makes_its_fp8_block_nan(opt, device, bad):
-    weight = torch.ones(1, 256, 128, device=device)
-    weight[0, 3, 5] = bad
-    packed, scales = opt.fp8_quantize(weight)
-    ids = torch.zeros(1, dtype=torch.int64, device=device)
-    found = opt.fp8_dequant(packed, scales, ids, (256, 128))[0]
-    assert found[:128].isnan().all() and (found[128:] == 1).all()
-    nothing = opt.fp8_quantize(torch.zeros(1, 8, 32, device=device))
-    assert not opt.fp8_dequant(*nothing, ids, (8, 32)).any()
-
-
 def test_a_block_larger_than_its_sides(opt):
     weight = torch.randn(2, 130, 150, generator=torch.Generator().manual_seed(0))
     found, expected = opt.fp8_quantize(weight, (2**62, 2**62)), opt.fp8_quantize(weight, (0, 0))
     assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert_same_bits(found[1], expected[1])
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_module_packs_expert_by_expert(opt, device, block):
-    weight = torch.randn(4, 70, 160, generator=torch.Generator().manual_seed(2)).to(device)
-    packed, scales = opt.fp8_quantize(weight, block)
-    options = {"quant_type": "fp8", "block_rows": block[0], "block_columns": block[1]}
-    experts = opt.moe.QuantizedExperts.from_weight(weight, **options)
-    assert_same_bits(experts.packed.data, packed.view(torch.uint8).view(-1))
-    assert_same_bits(experts.scales.data, scales.view(-1))
-    again = opt.moe.QuantizedExperts.from_state_dict(experts.state_dict())
-    assert again.format.block == block
-    assert_same_bits(again.half().decode(), experts.decode())
 
 
 @pytest.fixture

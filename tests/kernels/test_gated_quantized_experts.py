@@ -6,96 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
-from ..conftest import module_fixture
-from ..moe._eager import LayerProblem
-
-moe = module_fixture("moe")
-
-NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem(LayerProblem):
-    """A layer whose stacks have blocks that stay in their rows; small, for the interpreter."""
-
-    tokens: int = 7
-    experts: int = 3
-    hidden: int = 64
-    intermediate: int = 32
-    strategy: str = "fused"
-    quant_type: str = "nf4"
-    blocksize: int = 32  # of nf4
-    nested: bool = False
-    wanted: tuple[str, ...] = NAMES
-
-
-class Layer:
-    """One step's tensors over experts in 4 bits, LoRA as PEFT stores it."""
-
-    def __init__(self, moe, device, problem: Problem) -> None:
-        e, h, i = problem.experts, problem.hidden, problem.intermediate
-        generator = torch.Generator(device).manual_seed(3)
-
-        def normal(*shape: int, std: float, dtype=torch.float32) -> torch.Tensor:
-            drawn = torch.randn(shape, device=device, generator=generator)
-            return (drawn * std).to(dtype)
-
-        self.moe, self.problem = moe, problem
-        self.packed = []
-        for shape in ((e, 2 * i, h), (e, h, i)):
-            weight = normal(*shape, std=shape[-1] ** -0.5)
-            options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
-            options |= {"nested": True} if problem.nested else {}
-            options["quant_type"] = problem.quant_type
-            experts = moe.QuantizedExperts.from_weight(weight, **options)
-            experts.strategy = problem.strategy
-            self.packed.append(experts)
-        x, gates, self.grad = problem.inputs(device)
-        self.leaves = {"x": x, "gates": gates}
-        for name, rank, sizes in (
-            ("gate_up", problem.rank, (h, 2 * i)),
-            ("down", problem.rank_down, (i, h)),
-        ):
-            if rank is None:
-                continue
-            for part, shape in (("a", (e * rank, sizes[0])), ("b", (sizes[1], rank * e))):
-                made = normal(*shape, std=0.1, dtype=problem.lora_dtype)
-                self.leaves[f"{name}.{part}"] = made
-        for name, leaf in self.leaves.items():
-            leaf.requires_grad_(name in problem.wanted)
-        self.biases = {}
-        if problem.bias:
-            sizes = {"gate_up_bias": 2 * i, "down_bias": h}
-            self.biases = {name: normal(e, n, std=0.3) for name, n in sizes.items()}
-        self.ids = problem.ids(device)
-
-    def forward(self, backend: str = "triton") -> torch.Tensor:
-        """The result."""
-        problem, factors = self.problem, {}
-        for name, rank in (("gate_up", problem.rank), ("down", problem.rank_down)):
-            if rank is not None:
-                a, b = (self.leaves[f"{name}.{part}"] for part in ("a", "b"))
-                a = a.view(problem.experts, rank, -1)
-                b = b.view(-1, rank, problem.experts).permute(2, 0, 1)
-                factors[name] = self.moe.LoraFactors(a, b, 0.5)
-        return self.moe.experts_forward(
-            self.leaves["x"],
-            self.ids,
-            self.leaves["gates"],
-            *self.packed,
-            layout=self.moe.ExpertsLayout(problem.activation, False, problem.interleaved, True),
-            lora=self.moe.ExpertsLora(**factors),
-            backend=backend,
-            **self.biases,
-        )
-
-    def step(self, backend: str = "triton") -> dict[str, torch.Tensor]:
-        """The result and every wanted gradient, by name."""
-        y = self.forward(backend)
-        wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
-        found = torch.autograd.grad(y, list(wanted.values()), self.grad)
-        return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
+from .._compare import assert_same_bits, assert_same_tensors, relative_error
+from ..moe._eager import PackedLayer, PackedProblem, assert_first_order_alone, assert_graph_follows
 
 
 @pytest.fixture
@@ -118,31 +30,38 @@ def stages_apart(submodule, monkeypatch, watch):
 
 
 PROBLEMS = (
-    Problem(lora_dtype=torch.bfloat16),
-    Problem(tokens=1, top_k=1, experts=2, wanted=("gate_up.b", "down.b")),
-    Problem(activation="gelu", interleaved=True, bias=True, routing="sentinels"),
-    Problem(activation="gpt_oss", rank=None, routing="no-ends", wanted=("x", "gates", "down.b")),
-    Problem(rank_down=None, bias=True, routing="one", wanted=("gate_up.a",)),
-    Problem(rank=None, rank_down=None, wanted=("x",)),
-    Problem(rank=3, rank_down=17, routing="all-sentinels"),
-    Problem(bias=True, wanted=("gates",)),
+    PackedProblem(lora_dtype=torch.bfloat16),
+    PackedProblem(tokens=1, top_k=1, experts=2, wanted=("gate_up.b", "down.b")),
+    PackedProblem(activation="gelu", interleaved=True, bias=True, routing="sentinels"),
+    PackedProblem(
+        activation="gpt_oss", rank=None, routing="no-ends", wanted=("x", "gates", "down.b")
+    ),
+    PackedProblem(rank_down=None, bias=True, routing="one", wanted=("gate_up.a",)),
+    PackedProblem(rank=None, rank_down=None, wanted=("x",)),
+    PackedProblem(rank=3, rank_down=17, routing="all-sentinels"),
+    PackedProblem(bias=True, wanted=("gates",)),
     # A layer of gpt-oss
-    Problem(activation="gpt_oss", interleaved=True, bias=True, quant_type="mxfp4"),
-    Problem(routing="sentinels", quant_type="fp8", hidden=150, intermediate=70),
+    PackedProblem(activation="gpt_oss", interleaved=True, bias=True, quant_type="mxfp4"),
+    PackedProblem(routing="sentinels", quant_type="fp8", hidden=150, intermediate=70),
 )
 # Decoded to memory, most for blocks that leave their rows; and how many experts at a time.
 SLICED = (
-    (Problem(strategy="chunked", hidden=48, bias=True, routing="sentinels"), 1),
-    (Problem(strategy="auto", hidden=48, intermediate=24, lora_dtype=torch.bfloat16), 2),
-    (Problem(strategy="chunked", routing="one", rank=None, quant_type="fp8"), 2),
-    (Problem(strategy="chunked", routing="all-sentinels", quant_type="mxfp4"), 3),
-    (Problem(strategy="chunked", hidden=48, quant_type="fp4", wanted=("gate_up.b", "gates")), 3),
+    (PackedProblem(strategy="chunked", hidden=48, bias=True, routing="sentinels"), 1),
+    (PackedProblem(strategy="auto", hidden=48, intermediate=24, lora_dtype=torch.bfloat16), 2),
+    (PackedProblem(strategy="chunked", routing="one", rank=None, quant_type="fp8"), 2),
+    (PackedProblem(strategy="chunked", routing="all-sentinels", quant_type="mxfp4"), 3),
+    (
+        PackedProblem(
+            strategy="chunked", hidden=48, quant_type="fp4", wanted=("gate_up.b", "gates")
+        ),
+        3,
+    ),
 )
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_it_equals_its_stages(moe, device, stages_apart, problem):
-    compare_with_stages(Layer(moe, device, problem), *stages_apart)
+    compare_with_stages(PackedLayer(moe, device, problem), *stages_apart)
 
 
 def compare_with_stages(layer, apart, taken) -> None:
@@ -151,7 +70,7 @@ def compare_with_stages(layer, apart, taken) -> None:
     with apart():
         expected = layer.step()
     assert taken == [True] and found.keys() == expected.keys()
-    assert_same_bits(found["y"], expected["y"])
+    assert_same_bits(found["out"], expected["out"])
     for name, value in expected.items():
         assert found[name].stride() == value.stride(), name
         assert relative_error(found[name], value) <= 2e-6, name
@@ -176,9 +95,11 @@ def test_a_product_that_activates_spares_the_launch(
             activated.copy_(glu(wide, "silu", False))
 
     launched = watch(place, "glu_triton", lambda *_: "glu")
-    layer = Layer(moe, device, Problem(quant_type="fp8", dtype=torch.bfloat16, intermediate=64))
+    layer = PackedLayer(
+        moe, device, PackedProblem(quant_type="fp8", dtype=torch.bfloat16, intermediate=64)
+    )
     with contextlib.nullcontext() if keeps else torch.no_grad():
-        run = layer.step if keeps else lambda: {"y": layer.forward()}
+        run = layer.step if keeps else lambda: {"out": layer.forward()}
         expected = run()
         assert launched == ["glu"]
         by_name = lambda one, _, *rest: forward(one, "compiled", *rest)  # noqa: E731
@@ -188,7 +109,7 @@ def test_a_product_that_activates_spares_the_launch(
         found = run()
     rows = layer.ids.numel()
     assert launched == ["glu"] and stored == [rows if keeps else 0, rows]
-    assert_all_same_bits(found.values(), expected.values())
+    assert_same_tensors(found, expected)
 
 
 class Launches:
@@ -244,7 +165,7 @@ def test_early_launches_follow_what_lets_them_begin(
     packs = submodule("kernels.experts.gated_launch_triton")
     launches = Launches(place, packs, monkeypatch)
     ranks = {} if lora else {"rank": None, "rank_down": None, "wanted": ("x", "gates")}
-    Layer(moe, device, Problem(quant_type="fp8", **ranks)).step()
+    PackedLayer(moe, device, PackedProblem(quant_type="fp8", **ranks)).step()
     signalled = {"first": False, "second": False}
     for stream, name, early, signals in launches.found:
         assert signalled[stream] or not early, (stream, name)
@@ -264,22 +185,19 @@ def test_slices_equal_their_stages(
 ):
     bound = at_once * 2 * problem.intermediate * problem.hidden * problem.dtype.itemsize
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
-    compare_with_stages(Layer(moe, device, problem), *stages_apart)
+    compare_with_stages(PackedLayer(moe, device, problem), *stages_apart)
 
 
 def test_it_equals_its_reference(moe, submodule, device):
     """Experts decoded first, and the dense layer over them."""
-    problem = Problem(bias=True, routing="sentinels")
-    layer = Layer(moe, device, problem)
-    sides = []
-    for name, experts in zip(("gate_up", "down"), layer.packed, strict=True):
-        a, b = (layer.leaves[f"{name}.{part}"].detach() for part in ("a", "b"))
-        a = a.view(problem.experts, -1, a.shape[1])
-        b = b.view(b.shape[0], -1, problem.experts).permute(2, 0, 1)
-        weight = experts.quantized_weight()
-        tensors = (weight.tensors["packed"], weight.tensors["absmax"])
-        stack = (*tensors, None, None, weight.stored, 32, True)
-        sides.append((*stack, a, b, layer.biases[f"{name}_bias"], 0.5))
+    layer = PackedLayer(moe, device, PackedProblem(bias=True, routing="sentinels"))
+    module, sides = layer.module.requires_grad_(False), []
+    lora = module.expert_lora.factors()
+    for name in ("gate_up", "down"):
+        weight, factors = getattr(module, f"{name}_proj").quantized_weight(), getattr(lora, name)
+        stack = (*weight.tensors.values(), None, None, weight.stored, 32, True)
+        bias = getattr(module, f"{name}_proj_bias")
+        sides.append((*stack, factors.a, factors.b, bias, factors.scaling))
     reference = submodule("reference.nf4").gated_nf4_experts
     inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
     expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
@@ -288,10 +206,10 @@ def test_it_equals_its_reference(moe, submodule, device):
 
 def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
     """Decoding of the active experts alone, and a bias that trains."""
-    Layer(moe, device, Problem(strategy="selective")).step()
-    layer = Layer(moe, device, Problem(bias=True))
-    layer.biases["down_bias"].requires_grad_()
-    torch.autograd.grad(layer.forward().sum(), layer.biases["down_bias"])
+    PackedLayer(moe, device, PackedProblem(strategy="selective")).step()
+    layer = PackedLayer(moe, device, PackedProblem(bias=True))
+    bias = layer.module.down_proj_bias.requires_grad_()
+    torch.autograd.grad(layer.forward().sum(), bias)
     assert stages_apart[1] == [False, False]
     with torch.no_grad():
         layer.forward()
@@ -303,7 +221,7 @@ def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch,
     module = submodule("moe.quantized.quantized_linear")
     rows_of = lambda found, *_: [one.shape[0] for one in found[1:3]]  # noqa: E731
     sizes = watch(module, "gated_quantized_experts", rows_of)
-    layer = Layer(moe, device, Problem())
+    layer = PackedLayer(moe, device, PackedProblem())
     expected = layer.forward()
     with torch.no_grad():
         assert_same_bits(layer.forward(), expected.detach())
@@ -312,11 +230,8 @@ def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch,
 
 
 def test_a_second_order_raises(moe, device):
-    layer = Layer(moe, device, Problem())
-    y = layer.forward()
-    (dx,) = torch.autograd.grad(y.square().sum(), layer.leaves["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.square().sum().backward()
+    layer = PackedLayer(moe, device, PackedProblem())
+    assert_first_order_alone(layer.forward(), layer.leaves["x"])
 
 
 @pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
@@ -345,17 +260,17 @@ def test_gradients_of_a_long_row(submodule, device, wanted):
 def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule, monkeypatch):
     """Also in a CUDA graph, whose replays follow a new routing."""
     beside = submodule("kernels.launch.launch_plan")
-    problem = Problem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
-    layer = Layer(moe, device, problem)
+    problem = PackedProblem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
+    layer = PackedLayer(moe, device, problem)
     with monkeypatch.context() as alone:
         launches = submodule("kernels.quant.gated_quantized_experts_triton")
         on_the_cpu = lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))  # noqa: E731
         alone.setattr(launches, "beside", on_the_cpu)
         expected = layer.step("auto")
     for _ in range(3):
-        assert_all_same_bits(layer.step("auto").values(), expected.values())
-    graph, captured = capture(lambda: layer.step("auto"), 1)
-    for seed, routing in enumerate(("random", "one", "sentinels", "all-sentinels")):
+        assert_same_tensors(layer.step("auto"), expected)
+
+    def redraw(seed: int, routing: str) -> None:
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
-        graph.replay()
-        assert_all_same_bits(captured.values(), layer.step("auto").values())
+
+    assert_graph_follows(lambda: layer.step("auto"), redraw, 1)

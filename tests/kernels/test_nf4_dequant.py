@@ -5,9 +5,6 @@ Every message names the argument. On a GPU also: capture, sizes, a traced Triton
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_same_bits, capture
+from .launch.test_triton_compile import run_compiling
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -188,14 +186,9 @@ for whole in (False, True):
 @pytest.mark.sees_defect("experts of two or three elements do not compile")
 @pytest.mark.usefixtures("opt")  # the process finds the package where this one did
 def test_experts_of_one_whole_byte_compile(repo_id, device, tmp_path):
-    """In a process of its own: where kernels were interpreted, none can be compiled any more."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
     program = ONE_BYTE.format(repo_id=repo_id, backend=device.type)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_compiling("-c", program, TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("id_dtype", (torch.int32, torch.int64), ids=str)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.gpu
 
 norm_factors = module_fixture("kernels.products.normalize", "norm_factors")
 reference_crop = module_fixture("reference.normalize", "crop")
-FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def assert_factors(norm_factors, x: torch.Tensor, patterns: tuple[str, ...], **options) -> None:
@@ -33,7 +32,7 @@ def assert_factors(norm_factors, x: torch.Tensor, patterns: tuple[str, ...], **o
         assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0), x.shape
 
 
-@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((3, 1, 1), (5, 130, 130), (2, 1025, 63), (0, 4, 4)), ids=str)
 def test_factors_and_roots(norm_factors, device, shape, dtype):
     x = draw(*shape, dtype=torch.float32, device=device).to(dtype)
@@ -62,7 +61,7 @@ def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.T
     return (x.triu() + x.triu(1).mT).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_symmetric_matrices(norm_factors, device, dtype):
     for side in SYMMETRIC_SIDES:
         x = draw_symmetric(3, side, dtype, device)
@@ -81,7 +80,7 @@ def test_every_element_of_the_upper_triangle_counts(norm_factors, device, place)
     assert norm_factors(x, symmetric=True)[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_lies_below_the_diagonal_goes_unread(norm_factors, device, dtype):
     x = draw_symmetric(2, 1024, dtype, device)
     expected = norm_factors(x, symmetric=True)

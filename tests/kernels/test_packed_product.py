@@ -95,6 +95,17 @@ def test_python_repeats_the_limits_of_the_source(module):
 
 
 @pytest.fixture
+def asked(module, submodule, dispatch, monkeypatch):
+    """Name, operands and options of every product that is asked for, here of Hopper's two."""
+    calls, launch = [], submodule("kernels.quant.packed_product_triton")
+    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: calls.append(("triton", a, o)))
+    compiled = types.SimpleNamespace(nf4_product=lambda *a: calls.append(("compiled", a, {})))
+    monkeypatch.setattr(module, "ops", compiled)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
+    return calls
+
+
+@pytest.fixture
 def on_device(device):
     """New tensors lie on the device, whose kernels some operands are converted by."""
     with torch.device(device):
@@ -163,15 +174,10 @@ def test_it_pays_where_it_was_measured_faster(submodule, case):
 @pytest.mark.parametrize("pays", (True, False))
 @pytest.mark.parametrize("refused", (None, "half", "out", "device"))
 def test_the_ops_take_what_path_and_times_say(
-    module, dispatch, submodule, monkeypatch, caplog, path, pays, refused
+    module, dispatch, submodule, monkeypatch, caplog, asked, path, pays, refused
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
     forward = submodule("kernels.quant.grouped_lora_quantized")
-    launch, asked = submodule("kernels.quant.packed_product_triton"), []
-    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: asked.append("triton"))
-    monkeypatch.setattr(
-        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
-    )
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: refused != "device")
     seen = []
     monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
@@ -186,7 +192,7 @@ def test_the_ops_take_what_path_and_times_say(
     forward.product_of_stack(*operands, direction="forward", **options)
     accepts = refused is None or (refused == "device" and path == "compiled")
     wanted = path == "compiled" or (path == "measured" and pays)
-    assert asked == ["compiled" if wanted and accepts else "triton"]
+    assert [name for name, *_ in asked] == ["compiled" if wanted and accepts else "triton"]
     assert bool(caplog.records) == (path == "compiled" and refused in ("half", "out"))
     if seen:
         assert seen == [(5 / 3, k, module.LEAST_ROWS_OF_FEW)]
@@ -206,14 +212,9 @@ def test_an_activation_is_not_dropped_where_the_op_cannot_take_the_product(modul
 @pytest.mark.parametrize("path", ("measured", "compiled"))
 @pytest.mark.parametrize("rank", (12, 3))
 def test_nested_scales_and_other_ranks_are_made_plain(
-    module, dispatch, submodule, monkeypatch, device, rank, path
+    module, submodule, monkeypatch, device, asked, rank, path
 ):
     """By launches ahead of the op, which reads what Triton's product would."""
-    asked = []
-    monkeypatch.setattr(
-        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append(a))
-    )
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     monkeypatch.setattr(module, "LEAST_DEPTH", 128)
     _, n, k = STORED
     forward = submodule("kernels.quant.grouped_lora_quantized")
@@ -231,7 +232,7 @@ def test_nested_scales_and_other_ranks_are_made_plain(
     options = {"slice_experts": 0, "path": path, "fan": 0, "scatter": False}
     operands = (x, stack, low, factor, order, out)
     forward.product_of_stack(*operands, direction="forward", **options)
-    ((_, _, scales, _, _, _, _, given, wide, *_),) = asked
+    ((_, (_, _, scales, _, _, _, _, given, wide, *_), _),) = asked
     tensors = record.tensors
     code, scale, offset = (tensors[name] for name in record.format.NESTED)
     expected = code[tensors["absmax"].long()] * scale.repeat_interleave(256)[: scales.numel()]
@@ -271,15 +272,10 @@ def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, ga
 @pytest.mark.parametrize("last", (True, False))
 @pytest.mark.parametrize("refused", ("nothing", "half", "out"))
 def test_what_is_refused_goes_to_triton_with_all_its_arguments(
-    module, submodule, monkeypatch, refused, last
+    module, submodule, monkeypatch, asked, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
     launch = submodule("kernels.quant.packed_product_triton")
-    asked = {}
-    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: asked.update(triton=(a, o)))
-    monkeypatch.setattr(
-        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
-    )
     monkeypatch.setattr(launch, "gate_and_dot", lambda *a: a)
     _, n, k = STORED
     depth, columns = (k, n) if last else (n, k)
@@ -292,12 +288,11 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     operands = (x, stack(), last, low, factor, order, out)
     options |= met
     dots = module.prefer_compiled(*operands, **options)
-    assert list(asked) == ["compiled" if refused == "nothing" else "triton"]
+    ((name, given, kept),) = asked
+    assert name == ("compiled" if refused == "nothing" else "triton")
     if refused != "nothing":
-        given, kept = asked["triton"]
         assert all(a is b for a, b in zip(given, operands, strict=True)) and kept == options
         return
-    given = asked["compiled"]
     assert given[0] is operands[0] and given[1] is operands[1][0]
     assert given[3] is operands[1][2]
     assert given[4:7] == (STORED, 64, last)
@@ -309,4 +304,4 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     for name in met:
         del options[name]
     assert module.prefer_compiled(*operands, **options, gates=met["gates"]) is None
-    assert torch.equal(asked["compiled"][10], met["gates"])
+    assert torch.equal(asked[-1][1][10], met["gates"])

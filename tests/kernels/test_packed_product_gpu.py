@@ -6,15 +6,13 @@ lies between NaN, which must stay.
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
 from ..conftest import module_fixture
-from .test_gated_quantized_experts import Layer
-from .test_gated_quantized_experts import Problem as LayerProblem
+from ..moe._eager import PackedLayer, PackedProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -366,18 +364,14 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
     ids = torch.arange(3, device=device)
     dense = opt.nf4_dequant(packed, absmax, ids, stored[1:], 64, torch.bfloat16).double()
     dense = dense.mT if along else dense
-    ends = (0, 250, 610, 900)
-    offsets, slots = torch.tensor(ends, device=device), torch.arange(900, device=device)
+    offsets = torch.tensor((0, 250, 610, 900), device=device)
+    slots = torch.arange(900, device=device)
     x = torch.randn(900, dense.shape[1], device=device).bfloat16()
     stack = module.PackedStack(packed, absmax, codebook, None, stored, 64)
     place = {"along": along, "fan": 0, "grouped_out": True}
     out = module.packed_product(x, stack, slots, offsets, **place)
-    exact = torch.cat(
-        [
-            x[slice(*p)].double() @ dense[e]
-            for e, p in enumerate(itertools.pairwise((0, 250, 610, 900)))
-        ]
-    )
+    parts = x.double().split((250, 360, 290))
+    exact = torch.cat([part @ weight for part, weight in zip(parts, dense, strict=True)])
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
 
 
@@ -473,45 +467,36 @@ def test_ends_of_the_scales(module, device, scale, along):
     a = {"packed": packed, "absmax": scales.view(-1), "codebook": None, "stored": stored}
     out = run(module, x=eye, **a, blocksize=32, kind="mxfp4", **place)
     out = out.mT if along else out  # (N, K)
-    others = torch.ones_like(out, dtype=torch.bool)
+    block, met = out[5, 32:64], [5, slice(32, 64)]
     if scale == 255:  # zeros of the unit matrix meet it, too
-        others[slice(5, 6) if along else slice(None), slice(None) if along else slice(32, 64)] = (
-            False
-        )
-        assert out[5, 32:64].isnan().all() and (out[others] == 1).all()
+        met[1 if along else 0] = slice(None)
+        assert block.isnan().all()
     else:
-        others[5, 32:64] = False
-        assert (out[5, 32:64].double() == 2.0 ** (scale - 127)).all()
-        assert (out[others] == 1).all()
+        assert (block.double() == 2.0 ** (scale - 127)).all()
+    others = torch.ones_like(out, dtype=torch.bool)
+    others[tuple(met)] = False
+    assert (out[others] == 1).all()
 
 
 @pytest.mark.parametrize("backend", ("compiled", "auto", "triton"))
 @pytest.mark.parametrize("quant_type", ("mxfp4", "fp8"))
 def test_layers_within_the_budget_of_the_dense_layer(submodule, device, quant_type, backend):
     """A layer of gpt-oss (interleaved, biased, clamped) against float64 over decoded weights."""
-    problem = LayerProblem(
-        *(600, 4, 8),
-        hidden=192,
-        intermediate=128,
-        activation="gpt_oss",
-        interleaved=True,
-        bias=True,
-        rank=16,
-        rank_down=8,
-        routing="no-ends",
-        quant_type=quant_type,
-        strategy="fused",
-        dtype=torch.bfloat16,
+    form = {"activation": "gpt_oss", "interleaved": True, "bias": True, "routing": "no-ends"}
+    sizes = {"hidden": 192, "intermediate": 128, "rank": 16, "rank_down": 8}
+    problem = PackedProblem(
+        *(600, 4, 8), **form, **sizes, quant_type=quant_type, dtype=torch.bfloat16
     )
-    layer = Layer(submodule("moe"), device, problem)
+    layer = PackedLayer(submodule("moe"), device, problem)
     found = layer.step(backend)
-    layer.packed = [experts.decode() for experts in layer.packed]
+    for name in ("gate_up_proj", "down_proj"):
+        weight = layer.module._modules.pop(name).decode()
+        layer.module.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
     dense = layer.step("triton")
-    layer.packed = [weight.double() for weight in layer.packed]
-    layer.biases = {name: bias.double() for name, bias in layer.biases.items()}
+    layer.module.double()  # and the factors among the leaves
     layer.grad = layer.grad.double()
-    for name, leaf in layer.leaves.items():
-        layer.leaves[name] = leaf.detach().double().requires_grad_()
+    for name in ("x", "gates"):
+        layer.leaves[name] = layer.leaves[name].detach().double().requires_grad_()
     for name, value in layer.step("reference").items():
         allowed = 1.5 * relative_error(dense[name], value) + 1e-3
         assert relative_error(found[name], value) <= allowed, name

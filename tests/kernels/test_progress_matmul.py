@@ -11,7 +11,6 @@ import torch
 from ..conftest import module_fixture
 
 progress = module_fixture("kernels.communication.progress_matmul")
-signals = module_fixture("kernels.communication.signals")
 
 ROWS, WIDE, NARROW = 128, 256, 192
 

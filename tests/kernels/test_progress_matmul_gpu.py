@@ -9,7 +9,7 @@ import torch
 
 from .._compare import capture, no_waits
 from ..conftest import module_fixture
-from ._products import laid_out
+from ._products import Problem, exact, relaid
 from .test_sm90_gpu import Framed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -26,14 +26,10 @@ SHAPES = (
 )  # fmt: skip
 
 
-def operands(m, k, n, dtype, device, *, by_columns=False, seed=0):
-    generator = torch.Generator(device).manual_seed(seed)
-    a, b = (
-        torch.randint(-3, 3, shape, device=device, generator=generator).to(dtype)
-        for shape in ((m, k), (k, n))
-    )
-    b_lies = "transposed-padded" if by_columns else "padded"
-    return laid_out(a, "padded"), laid_out(b, b_lies), (a.double() @ b.double()).to(dtype)
+def operands(m, k, n, dtype, device, *, by_columns=False):
+    given = Problem((), m, k, n).operands(dtype, device)
+    laid = relaid(given, A="padded", B="transposed-padded" if by_columns else "padded")
+    return laid["A"], laid["B"], exact(given, dtype)
 
 
 @pytest.fixture
@@ -60,15 +56,15 @@ def run(ops, device):
 def test_it_is_exact(run, device, shape, by_columns, dtype):
     """Every number of narrow columns, chunks that end within a tile, and grids of few blocks."""
     m, k, n = shape
-    a, b, exact = operands(m, k, n, dtype, device, by_columns=by_columns)
+    a, b, expected = operands(m, k, n, dtype, device, by_columns=by_columns)
     for chunks in (1, 2, 4, 8):
         words = torch.ones(chunks, dtype=torch.uint32, device=device)
         for narrow in range(-1, -(-n // 192) + 1):
-            frame = Framed(exact.shape, dtype, device)
+            frame = Framed(expected.shape, dtype, device)
             pivot, blocks = (narrow + 1) % chunks, (0, 1, 5)[narrow % 3]
             signals = words if narrow % 2 else None
             run(a, b, frame.out, chunks, pivot, narrow=narrow, signals=signals, blocks=blocks)
-            assert torch.equal(frame.out, exact), (chunks, narrow)
+            assert torch.equal(frame.out, expected), (chunks, narrow)
             assert frame.intact(), (chunks, narrow)
 
 
@@ -94,7 +90,7 @@ def test_rows_that_arrive_meanwhile_are_read_when_they_are_there(
     """The product is launched before any row but the pivot's is there."""
     side = torch.cuda.Stream()
     m, k, n = 2048, 1024, 1536
-    a, b, exact = operands(m, k, n, torch.bfloat16, device)
+    a, b, expected = operands(m, k, n, torch.bfloat16, device)
     words = torch.zeros(chunks, dtype=torch.uint32, device=device)
     rows = m // chunks
     for epoch in range(1, 16):
@@ -116,11 +112,11 @@ def test_rows_that_arrive_meanwhile_are_read_when_they_are_there(
                     communication.stream_write_value32(words, c, epoch)
         torch.cuda.synchronize()
         assert status.item() == 0
-        assert torch.equal(out, exact), epoch
+        assert torch.equal(out, expected), epoch
 
 
 def test_a_late_chunk_is_named_and_the_device_lives_on(module, communication, device, status):
-    a, b, exact = operands(1024, 256, 512, torch.bfloat16, device)
+    a, b, expected = operands(1024, 256, 512, torch.bfloat16, device)
     words = torch.ones(4, dtype=torch.uint32, device=device)
     communication.memset32(words, 2, 0, 1)
     for blocks in (None, 1, 132):
@@ -137,14 +133,14 @@ def test_a_late_chunk_is_named_and_the_device_lives_on(module, communication, de
     with pytest.raises(TimeoutError, match="chunk 2 of 4"):
         module.progress_matmul(a, b, words, 3, timeout_ms=50)
     communication.memset32(words, 2, 1, 1)
-    assert torch.equal(module.progress_matmul(a, b, words, 3), exact)
+    assert torch.equal(module.progress_matmul(a, b, words, 3), expected)
 
 
 def test_a_graph_waits_for_the_epoch_on_the_device(module, communication, device, status):
-    a, b, exact = operands(512, 512, 768, torch.float16, device)
+    a, b, expected = operands(512, 512, 768, torch.float16, device)
     words = torch.zeros(4, dtype=torch.uint32, device=device)
     epoch = torch.zeros(1, dtype=torch.uint32, device=device)
-    out = torch.empty_like(exact)
+    out = torch.empty_like(expected)
 
     def product():
         module.progress_matmul(a, b, words, 1, epoch=epoch, status=status, timeout_ms=100, out=out)
@@ -161,7 +157,7 @@ def test_a_graph_waits_for_the_epoch_on_the_device(module, communication, device
         communication.memset32(words, 2, turn, 1)
         out.fill_(torch.nan)
         graph.replay()
-        assert status.item() == 0 and torch.equal(out, exact)
+        assert status.item() == 0 and torch.equal(out, expected)
 
 
 def test_opcheck_and_refusals(ops, device, status):

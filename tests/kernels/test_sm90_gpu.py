@@ -16,7 +16,7 @@ import torch
 
 from .._compare import assert_same_bits
 from ..conftest import module_fixture
-from ._products import Problem, below, exact, laid_out, run_dense
+from ._products import Problem, below, exact, laid_out, relaid, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -70,9 +70,7 @@ def test_symmetric_is_exact(symmetric, device, tile, added, pattern, dtype):
             problem = Problem((2,), m, k, other=added, **scalars)
             arguments = problem.operands(dtype, device, seed=m + k)
             expected = exact(arguments, dtype)
-            for name in "ABC":
-                if arguments[name] is not None:
-                    arguments[name] = laid_out(arguments[name], pattern)
+            arguments = relaid(arguments, **dict.fromkeys("ABC", pattern))
             check(symmetric, {**arguments, "tile": tile}, expected, (m, k))
 
 
@@ -87,10 +85,7 @@ def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
             problem = Problem((2,), m, k, n, alpha=0.5, beta=2.0 * added, scaled=added)
             arguments = problem.operands(dtype, device, seed=m + n + k)
             expected = exact(arguments, dtype)
-            arguments["A"] = laid_out(arguments["A"], a)
-            arguments["B"] = laid_out(arguments["B"], b)
-            if added:
-                arguments["C"] = laid_out(arguments["C"], "padded")
+            arguments = relaid(arguments, A=a, B=b, C="padded")
             check(dense, {**arguments, "tile": tile}, expected, (m, n, k))
 
 
@@ -98,8 +93,7 @@ def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
 def test_a_transposed_out_is_the_transposed_problem(dense, device, tile):
     arguments = Problem((3,), 200, 136, 72, beta=2.0).operands(torch.float16, device)
     expected = exact(arguments, torch.float16)
-    for name in "ABC":
-        arguments[name] = laid_out(arguments[name], "transposed-padded")
+    arguments = relaid(arguments, **dict.fromkeys("ABC", "transposed-padded"))
     out = laid_out(torch.full_like(expected, torch.nan), "transposed-padded")
     dense(**arguments, out=out, tile=tile)
     assert torch.equal(out, expected)

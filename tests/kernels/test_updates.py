@@ -193,39 +193,26 @@ def test_second_moments_keep_small_values(kernels, device, beta2, axis, dtype):
     if axis == -2:
         updates, second = updates.mT.contiguous(), second.mT.contiguous()
     updates, second = updates.to(device, dtype), second.to(device, dtype)
-    kernels.apply_update(
-        [torch.zeros_like(updates)],
-        [updates],
-        lr=0.0,
-        factors=[1.0],
-        weight_decay=0.0,
-        second_moments=[second],
-        beta2=beta2,
-    )
+    options = {"lr": 0.0, "factors": [1.0], "weight_decay": 0.0, "beta2": beta2}
+    params = [torch.zeros_like(updates)]
+    kernels.apply_update(params, [updates], second_moments=[second], **options)
     expected = exact(old, given.double().square() / 2, beta2)
     found = second.flatten().cpu().double()
     assert ((found - expected).abs() <= (ROUNDINGS + 2 * 2.0**-24) * expected).all()
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (
-            (0xFFFFFFFF,) * 4,
-            0xFFFFFFFF_FFFFFFFF,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            0x299F31D0_A4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
-def test_philox_is_random123s(rounding, counter, key, expected):
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+PHILOX = {  # counter and key, and the words they give
+    ((0,) * 4, 0): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ((2**32 - 1,) * 4, 2**64 - 1): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    (PI, 0x299F31D0_A4093822): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+}
+
+
+@pytest.mark.parametrize(("counter", "key"), PHILOX)
+def test_philox_is_random123s(rounding, counter, key):
     words = rounding.philox(tuple(torch.tensor([word]) for word in counter), key)
-    assert tuple(word.item() for word in words) == expected
+    assert tuple(word.item() for word in words) == PHILOX[counter, key]
 
 
 def rounded(kernels, x, dtype, *, seed=0, step=0, parameter=0, offset=0):

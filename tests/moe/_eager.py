@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_same_bits, assert_same_tensors, capture, relative_error
 
 NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
 
@@ -74,13 +75,9 @@ class Problem:
 
         rows = self.tokens * self.top_k if self.grouped_in else self.tokens
         weight_shape = (self.n, self.k) if self.peft else (self.k, self.n)
-        leaves = {
+        leaves = dict.fromkeys(NAMES) | {
             "x": normal(rows, self.k, dtype=self.dtype),
             "weight": normal(self.experts, *weight_shape, dtype=self.dtype, std=self.k**-0.5),
-            "lora_a": None,
-            "lora_b": None,
-            "bias": None,
-            "gates": None,
         }
         if self.rank is not None:
             narrow = {"dtype": self.lora_dtype, "std": 0.3}
@@ -111,20 +108,10 @@ class Problem:
 def product(moe, problem: Problem, leaves: dict, ids: Tensor, weight=None, **options) -> Tensor:
     """`grouped_lora_linear` of a problem with its graph, perhaps over another weight."""
     sort_backend = "triton" if options.get("backend") == "triton" else "auto"
-    seen = problem.views(leaves)
-    return moe.grouped_lora_linear(
-        seen["x"],
-        seen["weight"] if weight is None else weight,
-        moe.expert_sort(ids, problem.experts, backend=sort_backend),
-        seen["lora_a"],
-        seen["lora_b"],
-        scaling=problem.scaling,
-        bias=seen["bias"],
-        gates=seen["gates"],
-        grouped_in=problem.grouped_in,
-        grouped_out=problem.grouped_out,
-        **options,
-    )
+    order = moe.expert_sort(ids, problem.experts, backend=sort_backend)
+    seen = problem.views(leaves) | ({} if weight is None else {"weight": weight})
+    options |= {"grouped_in": problem.grouped_in, "grouped_out": problem.grouped_out}
+    return moe.grouped_lora_linear(order=order, scaling=problem.scaling, **seen, **options)
 
 
 def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **options) -> dict:
@@ -149,33 +136,33 @@ def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **opti
     return given | options
 
 
+def lora_product(x, weight, a, b, bias, scaling: float) -> Tensor:
+    """Of one expert: float64 forms W + s B A, a narrow dtype two small products."""
+    if a is None:
+        y = x @ weight
+    elif x.dtype == torch.float64:
+        y = x @ (weight + scaling * (a.mT @ b.mT))
+    else:
+        y = x @ weight + scaling * ((x @ a.mT) @ b.mT)
+    return y if bias is None else y + bias
+
+
 def eager(problem: Problem, leaves: dict, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Expert by expert in `dtype`: float64 forms W + s B A, a narrow one two small products."""
+    """Expert by expert in `dtype`."""
     seen = problem.views(leaves)
     op = {name: None if value is None else value.to(dtype) for name, value in seen.items()}
     flat = ids.reshape(-1)
     key = torch.where((flat >= 0) & (flat < problem.experts), flat, problem.experts)
     slots = torch.argsort(key, stable=True)
-    pieces = []
-    for expert in range(problem.experts + 1):
-        mine = slots[key[slots] == expert]
-        if expert == problem.experts:
-            pieces.append(op["x"].new_zeros((mine.numel(), problem.n)))
-            break
-        first = int((key < expert).sum())
-        in_order = slice(first, first + mine.numel())
-        x = op["x"][in_order] if problem.grouped_in else op["x"][mine // problem.top_k]
-        weight = op["weight"][expert]
-        if problem.rank is None:
-            y = x @ weight
-        elif dtype == torch.float64:
-            delta = op["lora_a"][expert].mT @ op["lora_b"][expert].mT
-            y = x @ (weight + problem.scaling * delta)
-        else:
-            low = x @ op["lora_a"][expert].mT
-            y = x @ weight + problem.scaling * (low @ op["lora_b"][expert].mT)
-        pieces.append(y if op["bias"] is None else y + op["bias"][expert])
-    grouped = torch.cat(pieces)
+    counts = torch.bincount(key, minlength=problem.experts + 1).tolist()
+    x = op["x"] if problem.grouped_in else op["x"][slots // problem.top_k]
+    *rows, invalid = x.split(counts)
+    operands = [op[name] for name in ("weight", "lora_a", "lora_b", "bias")]
+    pieces = [
+        lora_product(mine, *(x if x is None else x[e] for x in operands), problem.scaling)
+        for e, mine in enumerate(rows)
+    ]
+    grouped = torch.cat([*pieces, invalid.new_zeros((len(invalid), problem.n))])
     if problem.grouped_out:
         return grouped
     y = grouped[torch.argsort(slots)]
@@ -220,15 +207,8 @@ class LayerProblem:
     def module(self, moe, device: torch.device, seed: int = 0):
         """`moe.Experts` with adapters named default, every number random."""
         layout = moe.ExpertsLayout(self.activation, self.transposed, self.interleaved, self.gated)
-        layer = moe.Experts(
-            self.experts,
-            self.hidden,
-            self.intermediate,
-            layout=layout,
-            bias=self.bias,
-            device=device,
-            dtype=self.dtype,
-        )
+        sizes, new = (self.experts, self.hidden, self.intermediate), {"dtype": self.dtype}
+        layer = moe.Experts(*sizes, layout=layout, bias=self.bias, device=device, **new)
         options = {"rslora": self.rslora, "dtype": self.lora_dtype, "train_base": self.train_base}
         for target, rank in (("gate_up", self.rank), ("down", self.rank_down)):
             if rank is not None:
@@ -265,11 +245,57 @@ class LayerProblem:
         return layer, x, self.ids(device), gates, grad
 
 
-def _split(problem: LayerProblem, wide: Tensor) -> tuple[Tensor, Tensor]:
-    if problem.interleaved:
-        return wide[:, 0::2], wide[:, 1::2]
-    half = wide.shape[1] // 2
-    return wide[:, :half], wide[:, half:]
+LEAVES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedProblem(LayerProblem):
+    """A layer whose stacks have blocks that stay in their rows; small, for the interpreter."""
+
+    tokens: int = 7
+    experts: int = 3
+    hidden: int = 64
+    intermediate: int = 32
+    strategy: str = "fused"
+    quant_type: str = "nf4"
+    blocksize: int = 32  # of nf4
+    nested: bool = False
+    wanted: tuple[str, ...] = LEAVES
+
+
+class PackedLayer:
+    """A layer over packed experts, and one step's tensors."""
+
+    def __init__(self, moe, device: torch.device, problem: PackedProblem) -> None:
+        self.problem, self.module = problem, problem.module(moe, device)
+        options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
+        options |= {"nested": True} if problem.nested else {}
+        for name in ("gate_up_proj", "down_proj"):
+            weight = self.module._parameters.pop(name).data
+            options |= {"quant_type": problem.quant_type, "strategy": problem.strategy}
+            self.module.add_module(name, moe.QuantizedExperts.from_weight(weight, **options))
+        self.leaves = {}
+        self.draw(device)
+        for name, factor in self.module.expert_lora.named_parameters():
+            target, part, *_ = name.split(".")
+            factor.data /= 8  # else LoRA would hide errors of the packed weights
+            self.leaves[f"{target}.{part[-1].lower()}"] = factor
+        for name, leaf in self.leaves.items():
+            leaf.requires_grad_(name in problem.wanted)
+
+    def draw(self, device: torch.device, seed: int = 0) -> None:
+        """Other inputs."""
+        x, gates, self.grad = self.problem.inputs(device, seed)
+        self.leaves |= {"x": x, "gates": gates}
+        self.ids = self.problem.ids(device, seed)
+
+    def forward(self, backend: str = "triton") -> Tensor:
+        self.module.backend = backend
+        return self.module(self.leaves["x"], self.ids, self.leaves["gates"])
+
+    def step(self, backend: str = "triton") -> dict[str, Tensor]:
+        """The result and every wanted gradient, by name."""
+        return gradients(self.forward(backend), self.leaves, self.grad)
 
 
 def eager_activation(problem: LayerProblem, wide: Tensor) -> Tensor:
@@ -283,7 +309,7 @@ def eager_activation(problem: LayerProblem, wide: Tensor) -> Tensor:
     }
     if not problem.gated:
         return functions[problem.activation](wide)
-    gate, up = _split(problem, wide)
+    gate, up = (wide[:, 0::2], wide[:, 1::2]) if problem.interleaved else wide.chunk(2, 1)
     if problem.activation == "gpt_oss":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
@@ -297,20 +323,17 @@ def eager_layer(
     op = {name: value.to(dtype) for name, value in leaves.items()}
 
     def project(x: Tensor, target: str, expert: int) -> Tensor:
-        weight = op[f"{target}_proj"][expert]
-        weight = weight.mT if problem.transposed else weight  # (out, in)
-        bias = op.get(f"{target}_proj_bias")
-        bias = 0 if bias is None else bias[expert]
+        weight, bias = op[f"{target}_proj"][expert], op.get(f"{target}_proj_bias")
+        weight = weight if problem.transposed else weight.mT  # (in, out)
+        bias = None if bias is None else bias[expert]
         rank = problem.rank if target == "gate_up" else problem.rank_down
         if rank is None:
-            return x @ weight.mT + bias
+            return lora_product(x, weight, None, None, bias, 0.0)
         a = op[LORA.format(target, "A")][expert * rank : (expert + 1) * rank]
         stored = op[LORA.format(target, "B")]
         b = stored.reshape(stored.shape[0], rank, problem.experts)[:, :, expert]
         scaling = 2 * rank / (rank**0.5 if problem.rslora else rank)
-        if dtype == torch.float64:
-            return x @ (weight + scaling * (b @ a)).mT + bias
-        return x @ weight.mT + scaling * ((x @ a.mT) @ b.mT) + bias
+        return lora_product(x, weight, a, b, bias, scaling)
 
     out = torch.zeros_like(op["x"])
     for expert in range(problem.experts):
@@ -321,47 +344,94 @@ def eager_layer(
     return out
 
 
-def gradients(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+def gradients(out: Tensor, leaves: dict[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
     """The output, and the gradient of every leaf that asks for one (zeros where it is unused)."""
-    wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    found = torch.autograd.grad(
-        out, [leaves[name] for name in wanted], grad, materialize_grads=True
-    )
+    wanted = {k: leaf for k, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    found = torch.autograd.grad(out, [*wanted.values()], grad, materialize_grads=True)
     return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+def step(layer, x: Tensor, ids: Tensor, gates: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """What `gradients` gives of a layer."""
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    return gradients(layer(x, ids, gates), leaves, grad)
+
+
+def assert_first_order_alone(out: Tensor, leaf: Tensor) -> None:
+    """The graph serves twice, and a gradient of the gradient is refused."""
+    (first,) = torch.autograd.grad(out.square().sum(), leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    assert_same_bits(first, second)
+    refused = r"no autograd formula|once_differentiable|does not require grad"
+    with pytest.raises(RuntimeError, match=refused):
+        second.square().sum().backward()
+
+
+def kept_for_backward(run) -> list[Tensor]:
+    """What autograd saves during `run()`."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return kept
+
+
+def in_float64(leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {
+        name: leaf if leaf is None else leaf.detach().double().requires_grad_(leaf.requires_grad)
+        for name, leaf in leaves.items()
+    }
+
+
 def assert_layer_close_to_eager(
-    moe, device, problem, factor=1.5, seed=0, call=None, floor=None
+    moe, device, problem, seed=0, call=None, floor=None, backend="auto"
 ) -> None:
-    """Each error is at most `factor` times eager's in the dtype, or `floor`, which is luck."""
+    """Each error is at most 1.5 times eager's in the dtype, or `floor`, which is luck."""
     floor = FLOOR[problem.dtype] if floor is None else floor
     layer = problem.module(moe, device, seed)
+    layer.backend = backend
     x, gates, grad = problem.inputs(device, seed)
     ids = problem.ids(device, seed)
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     out = layer(x, ids, gates) if call is None else call(layer, x, ids, gates)
-    actual = gradients(out, leaves, grad)
-    wide = {
-        name: leaf.detach().double().requires_grad_(leaf.requires_grad)
-        for name, leaf in leaves.items()
-    }
+    actual, wide = gradients(out, leaves, grad), in_float64(leaves)
     exact = gradients(eager_layer(problem, wide, ids, torch.float64), wide, grad.double())
     plain = gradients(eager_layer(problem, leaves, ids, problem.dtype), leaves, grad)
-    dtypes = {"out": problem.dtype, **{name: leaf.dtype for name, leaf in leaves.items()}}
-    assert actual.keys() == exact.keys()
-    assert_no_worse(actual, plain, exact, dtypes, factor, dict.fromkeys(exact, floor))
+    assert_no_worse(actual, plain, exact, 1.5, dict.fromkeys(exact, floor))
 
 
-def assert_no_worse(actual, plain, exact, dtypes, factor, floors) -> None:
+def assert_no_worse(actual, plain, exact, factor, floors) -> None:
     """Results by name: each error is at most `factor` times that of `plain`, or its floor."""
+    assert actual.keys() == exact.keys()
     for name, expected in exact.items():
-        assert (actual[name].dtype, actual[name].shape) == (dtypes[name], expected.shape), name
+        assert (actual[name].dtype, actual[name].shape) == (plain[name].dtype, expected.shape), name
         if expected.numel() == 0 or expected.norm() == 0:
             assert_same_bits(actual[name] + 0.0, torch.zeros_like(actual[name]))
             continue
         error = relative_error(actual[name], expected)
         allowed = max(factor * relative_error(plain[name], expected), floors[name])
         assert error <= allowed, f"{name}: relative error {error:.2e} exceeds {allowed:.2e}"
+
+
+def assert_graph_follows(run, redraw, warm_up: int = 3) -> None:
+    """A captured `run`, which gives tensors by name, is a new one after every `redraw`.
+
+    `redraw(seed, routing)` writes other operands where the old ones lie. Routings differ in which
+    experts get tokens, so that a captured decision of the host would show.
+    """
+    graph, captured = capture(run, warm_up)
+    for seed, routing in enumerate(("random", "one", "gap", "sentinels", "all-sentinels")):
+        with torch.no_grad():
+            redraw(seed, routing)
+        expected = run()
+        for value in captured.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        assert_same_tensors(captured, expected)
 
 
 def together(plans, tensors: list[Tensor]) -> Tensor:
@@ -374,7 +444,8 @@ def together(plans, tensors: list[Tensor]) -> Tensor:
     return joined
 
 
-def compare(found, expected) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.stride() == other.stride()
-        assert_same_bits(one, other)
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and under each of them the same strides and bits."""
+    assert_same_tensors(found, expected)
+    for name, value in expected.items():
+        assert found[name].stride() == value.stride(), name

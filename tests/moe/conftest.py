@@ -3,10 +3,9 @@
 import contextlib
 
 import pytest
-import torch
 
 from ..conftest import module_fixture
-from ._eager import NAMES, product
+from ._eager import gradients, product
 
 moe = module_fixture("moe")
 plans = module_fixture("kernels.launch.launch_plan")
@@ -44,17 +43,10 @@ def played(plans, monkeypatch):
 
 @pytest.fixture(scope="session")
 def run(moe):
-    """`run(problem, leaves, ids, grad, backend)` -> results by name: "y" and each gradient."""
+    """`run(problem, leaves, ids, grad, ...)`: a product, and what `gradients` gives of it."""
 
-    def call(problem, leaves, ids, grad, backend="auto"):
-        y = product(moe, problem, leaves, ids, backend=backend)
-        return {"y": y.detach(), **gradients(y, leaves, grad)}
+    def call(problem, leaves, ids, grad, backend="auto", weight=None):
+        y = product(moe, problem, leaves, ids, weight, backend=backend)
+        return gradients(y, leaves, grad)
 
     return call
-
-
-def gradients(y: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
-    """The gradient of every operand that is there, by name."""
-    wanted = [name for name in NAMES if leaves[name] is not None and leaves[name].requires_grad]
-    found = torch.autograd.grad(y, [leaves[name] for name in wanted], grad)
-    return dict(zip(wanted, found, strict=True))

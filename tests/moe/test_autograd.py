@@ -6,13 +6,18 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from . import _eager
-from ._eager import NAMES, LayerProblem, Problem
-from .conftest import gradients
+from ._eager import (
+    NAMES,
+    LayerProblem,
+    Problem,
+    assert_first_order_alone,
+    gradients,
+    kept_for_backward,
+)
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
 PATHS = ("auto", "triton")
@@ -36,10 +41,7 @@ def test_backward_twice_is_right(product, device, path):
 
 def test_second_order_raises(product, device):
     leaves, ids = FULL.inputs(device), FULL.ids(device)
-    y = product(FULL, leaves, ids)
-    (found,) = torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
-    with pytest.raises(RuntimeError):
-        found.sum().backward()
+    assert_first_order_alone(product(FULL, leaves, ids), leaves["x"])
 
 
 @pytest.mark.parametrize("kept", [*NAMES, ("lora_a", "lora_b"), ("x", "gates")], ids=str)
@@ -51,7 +53,7 @@ def test_each_gradient_alone_has_the_bits_it_has_among_all(product, device, kept
     for name in NAMES:
         leaves[name].requires_grad_(name in kept)
     some = gradients(product(FULL, leaves, ids), leaves, grad)
-    assert set(some) == set(kept)
+    assert set(some) == {"out", *kept}
     for name, value in some.items():
         assert_same_bits(value, everything[name])
 
@@ -85,14 +87,7 @@ def test_what_is_saved(product, device):
     problem = dataclasses.replace(FULL, grouped_in=True)
     leaves, ids = problem.inputs(device), problem.ids(device)
     leaves["weight"].requires_grad_(False)
-    saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        product(problem, leaves, ids)
+    saved = kept_for_backward(lambda: product(problem, leaves, ids))
     own = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
     extra = [x for x in saved if x.untyped_storage().data_ptr() not in own]
     rows = problem.tokens * problem.top_k
@@ -180,22 +175,12 @@ def test_stacks_above_two_to_the_31_elements(moe, device, path):
         """x with its first dimension far apart: the last expert lies behind 2^31 elements."""
         step = far // (x.shape[0] - 1)
         view = pool.as_strided(x.shape, (step, *x.stride()[1:]), at)
-        return view.copy_(x.detach())
+        return view.copy_(x)
 
-    def run(operands):
-        return moe.grouped_lora_linear(
-            operands["x"],
-            operands["weight"],
-            order,
-            operands["lora_a"],
-            operands["lora_b"],
-            backend=path,
-        )
-
-    names = ("x", "weight", "lora_a", "lora_b")
-    expected = run({name: leaves[name].detach() for name in names})
-    actual = run({name: spread(leaves[name], 1000 * i) for i, name in enumerate(names)})
-    assert_same_bits(actual, expected)
+    plain = {name: leaves[name].detach() for name in NAMES[:4]}
+    apart = {name: spread(x, 1000 * i) for i, (name, x) in enumerate(plain.items())}
+    run = functools.partial(moe.grouped_lora_linear, order=order, backend=path)
+    assert_same_bits(run(**apart), run(**plain))
 
 
 LOW = torch.bfloat16
@@ -230,50 +215,35 @@ def operands(problem, device, dtypes):
     ],
     ids=str,
 )
-def test_operands_are_cast(run, device, problem, dtypes):
+def test_operands_are_cast(run, product, device, problem, dtypes):
     """Bit for bit the product of operands in autocast's dtype; gradients in the parameters'."""
-    leaves = operands(problem, device, dtypes)
-    ids = problem.ids(device)
-    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
-    with torch.autocast(device.type, dtype=LOW):
-        found = run(problem, leaves, ids, grad)
-        linear = F.linear(leaves["x"], leaves["x"])
-    assert found["y"].dtype == linear.dtype == LOW
-    narrow = operands(problem, device, (LOW, LOW))
-    wanted = run(problem, narrow, ids, grad)
-    for name, value in wanted.items():
-        own = LOW if name == "y" else leaves[name].dtype
-        assert_same_bits(found[name], value.to(own))
+    leaves, narrow = operands(problem, device, dtypes), operands(problem, device, (LOW, LOW))
+    assert_cast(run, product, problem, leaves, narrow, problem.ids(device))
 
 
 @pytest.mark.parametrize("float_x", [LOW, torch.float32], ids=str)
-def test_four_bit_experts(opt, run, device, float_x):
+def test_four_bit_experts(moe, run, product, device, float_x):
     """x is cast, and the weight decoded to its dtype."""
     problem = Problem(33, bias=True, gates=True)
     leaves = operands(problem, device, (float_x, torch.float32))
-    stored = leaves["weight"].detach().transpose(1, 2).contiguous()
-    packed = opt.moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
-    ids = problem.ids(device)
-    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
-    with torch.autocast(device.type, dtype=LOW):
-        found = four_bit(opt, problem, leaves, packed, ids, grad)
-        inside = four_bit(opt, problem, leaves, packed, ids, grad, backward_inside=True)
-    narrow = {**leaves, **{k: leaves[k].detach().to(LOW) for k in ("x", "bias")}}
-    for name in ("x", "bias"):
-        narrow[name].requires_grad_()
-    wanted = four_bit(opt, problem, narrow, packed, ids, grad)
-    for name, value in wanted.items():
-        own = LOW if name == "y" else leaves[name].dtype
-        assert_same_bits(found[name], value.to(own))
-        assert_same_bits(inside[name], value.to(own))
+    stored = leaves.pop("weight").detach().mT.contiguous()
+    packed = moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
+    narrow = operands(problem, device, (LOW, LOW))
+    leaves["weight"] = narrow["weight"] = None
+    assert_cast(run, product, problem, leaves, narrow, problem.ids(device), packed)
 
 
-def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
-    y = _eager.product(opt.moe, problem, leaves, ids, packed)
-    trained = {name: x for name, x in leaves.items() if name != "weight"}
-    with torch.autocast(ids.device.type, enabled=backward_inside, dtype=LOW):
-        found = gradients(y, {**trained, "weight": None}, grad)
-    return {"y": y.detach(), **found}
+def assert_cast(run, product, problem, leaves, narrow, ids, weight=None) -> None:
+    """Whether backward runs under autocast or after it."""
+    grad = torch.randn(problem.grad_shape(), device=ids.device).to(LOW)
+    with torch.autocast(ids.device.type, dtype=LOW):
+        inside = run(problem, leaves, ids, grad, weight=weight)
+        y = product(problem, leaves, ids, weight)
+    outside = gradients(y, leaves, grad)
+    for name, value in run(problem, narrow, ids, grad, weight=weight).items():
+        own = LOW if name == "out" else leaves[name].dtype
+        for found in (inside, outside):
+            assert_same_bits(found[name], value.to(own))
 
 
 def test_what_autocast_leaves_alone(moe, device):

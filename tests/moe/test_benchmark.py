@@ -12,6 +12,11 @@ def tiny(harness):
     return harness.problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
 
 
+def assert_passes(case, **options) -> None:
+    good, ours, baseline = case.compare(**options)
+    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+
+
 CHANGES = [{}, {"rank": 0}, {"rank": 12}, {"fp32_lora": True}, {"model": "gpt-oss-20b"}]
 
 
@@ -20,8 +25,7 @@ def test_ours_and_the_baseline_compute_the_same_layer(harness, opt, tiny, change
     """The gate passes on a right layer, PEFT's layout included."""
     layer = dataclasses.replace(tiny, **change)
     case = harness.moe_lora.LayerCase(layer, SimpleNamespace(package=opt), 0, device="cpu")
-    good, ours, baseline = case.compare()
-    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+    assert_passes(case)
 
 
 def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
@@ -100,8 +104,7 @@ def test_the_gate_passes_for_every_variant(harness, opt, submodule, device, monk
     if interpreted:  # It cuts bfloat16 off where a GPU rounds: in products, and in decoded weights.
         decoded = submodule("kernels.quant.formats").Format.decode_slice
         monkeypatch.setattr(type(case.packed[0].format), "decode_slice", decoded)
-    good, ours, baseline = case.compare(factor=4.0 if interpreted else 1.5)
-    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+    assert_passes(case, factor=4.0 if interpreted else 1.5)
 
 
 FORMS = [
@@ -117,8 +120,7 @@ def test_the_gate_passes_in_other_forms(harness, opt, form):
     case = make_case(harness, opt, "cpu", **form)
     nested = {getattr(stack.format, "nested", False) for stack in case.packed}
     assert nested == {form.get("nested", False)}
-    good, ours, baseline = case.compare()
-    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+    assert_passes(case)
 
 
 def test_the_gate_finds_wrong_weights(case):

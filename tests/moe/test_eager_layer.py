@@ -1,6 +1,6 @@
 """The layer as one autograd node: operands' order and gradients, launches played again."""
 
-import copy
+import contextlib
 import dataclasses
 import gc
 import os
@@ -13,10 +13,25 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits, relative_error
-from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
-from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
-from ._eager import LayerProblem, compare, together
+from .._compare import (
+    assert_all_same_bits,
+    assert_same_bits,
+    assert_same_tensors,
+    capture,
+    relative_error,
+)
+from ._eager import (
+    LayerProblem,
+    PackedLayer,
+    PackedProblem,
+    assert_first_order_alone,
+    compare,
+    gradients,
+    kept_for_backward,
+    step,
+    together,
+)
+from .test_experts import GPT_OSS, REFUSED
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [
@@ -25,9 +40,7 @@ PROBLEMS = [
     LayerProblem(**SMALL, rank=None, rank_down=3, lora_dtype=torch.float16, dtype=torch.float16),
     LayerProblem(**SMALL, rank=None, rank_down=None, train_base=True),
     LayerProblem(**SMALL, bias=True, train_base=True, routing="sentinels"),
-    LayerProblem(
-        **SMALL, activation="gpt_oss", transposed=True, interleaved=True, bias=True, train_base=True
-    ),
+    LayerProblem(**SMALL, **GPT_OSS, train_base=True),
 ]
 
 
@@ -43,10 +56,11 @@ def taken(submodule, monkeypatch, watch):
 def by_ops(submodule):
     """A context in which the layer calls its ops, as torch.compile has it."""
 
-    def without() -> pytest.MonkeyPatch:
-        patch = pytest.MonkeyPatch()
-        patch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-        return patch
+    @contextlib.contextmanager
+    def without():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+            yield
 
     return without
 
@@ -55,32 +69,17 @@ def compared(by_ops, taken, run) -> None:
     """`run()` gives tensors by name: alike with the node and with the ops."""
     found = run()
     assert taken == [1]
-    patch = by_ops()
-    try:
+    with by_ops():
         expected = run()
-    finally:
-        patch.undo()
-    assert taken == [1] and found.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert found[name] is None, name
-        else:
-            assert found[name].stride() == value.stride(), name
-            assert_same_bits(found[name], value)
-
-
-def results(out: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    found = torch.autograd.grad(out, list(wanted.values()), grad)
-    return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
+    assert taken == [1]
+    compare(found, expected)
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_bits_of_the_ops(moe, device, taken, by_ops, problem) -> None:
-    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+    drawn = problem.drawn(moe, device, "triton")
+    compared(by_ops, taken, lambda: step(*drawn))
 
 
 @pytest.mark.parametrize("wanted", ["x", "gates", "lora_A", "lora_B"])
@@ -89,7 +88,7 @@ def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     for name, leaf in leaves.items():
         leaf.requires_grad_(wanted in name if "lora" in wanted else name == wanted)
-    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+    compared(by_ops, taken, lambda: step(layer, x, ids, gates, grad))
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def with_factors(moe, submodule, device):
         def run() -> dict:
             lora = moe.ExpertsLora(*(one() for one in factors))
             tensors = (leaves["x"], ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
-            return results(moe.experts_forward(*tensors, lora=lora, **options), leaves, grad)
+            return gradients(moe.experts_forward(*tensors, lora=lora, **options), leaves, grad)
 
         return leaves, run
 
@@ -176,7 +175,7 @@ def test_leading_dimensions(moe, device, taken) -> None:
 
 def test_what_is_left_to_the_ops(moe, device, taken) -> None:
     """Subclasses and no tokens; gradients of gradients are refused."""
-    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
 
     class Marked(torch.Tensor):
         """A subclass without behaviour of its own."""
@@ -184,60 +183,40 @@ def test_what_is_left_to_the_ops(moe, device, taken) -> None:
     layer(x.detach().as_subclass(Marked), ids, gates)
     layer(x[:0], ids[:0], gates[:0])
     assert not taken
-    out = layer(x, ids, gates)
-    (dx,) = torch.autograd.grad(out, x, grad, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        dx.sum().backward()
+    assert_first_order_alone(layer(x, ids, gates), x)
 
 
-def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken) -> None:
-    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
-    left = []
-    torch.func.grad(lambda t: (left.append(t), t.sum())[1])(x.detach())
-    expected = layer(x.detach(), ids, gates).detach()
-    taken.clear()
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            assert_same_bits(layer(left[0], ids, gates).detach(), expected)
-    assert not taken
-
-
-@pytest.mark.parametrize("place", ["factor", "bias"])
-def test_a_parameter_that_a_transform_left_behind_is_left_to_the_ops(
-    moe, device, taken, place
-) -> None:
+@pytest.mark.parametrize("place", ["x", "factor", "bias"])
+def test_what_a_transform_left_behind_is_left_to_the_ops(moe, device, taken, place) -> None:
     layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     experts, outputs, inputs = layer.gate_up_proj.shape
-    a, b = (torch.randn(experts, *s, device=device) for s in ((3, inputs), (outputs, 3)))
-    given, left = {"factor": a, "bias": torch.randn(experts, outputs, device=device)}, []
+    a, b, bias = (
+        torch.randn(experts, *s, device=device) for s in ((3, inputs), (outputs, 3), (outputs,))
+    )
+    given, left = {"x": x.detach(), "factor": a, "bias": bias}, []
     torch.func.grad(lambda t: (left.append(t), t.sum())[1])(given[place])
 
     def call(**changed) -> torch.Tensor:
         used = given | changed
         lora = moe.ExpertsLora(moe.LoraFactors(used["factor"], b, 0.5), None)
         options = {"lora": lora, "layout": layer.layout, "backend": "triton"}
-        weights = (layer.gate_up_proj, layer.down_proj)
-        return moe.experts_forward(
-            x.detach(), ids, gates.detach(), *weights, gate_up_bias=used["bias"], **options
-        ).detach()
+        tensors = (used["x"], ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
+        return moe.experts_forward(*tensors, gate_up_bias=used["bias"], **options).detach()
 
     expected = call()
     assert taken.pop()
-    assert_same_bits(call(**{place: left[0]}), expected)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert_same_bits(call(**{place: left[0]}), expected)
     assert not taken
 
 
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
-    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
-    for error, arguments, message in (
-        (ValueError, (x[:, 1:], ids, gates), "hidden_states must be"),
-        (TypeError, (x, ids.float(), gates), "expert_ids must have dtype"),
-        (ValueError, (x, ids, gates[:, :1]), "top_k_index and top_k_weights"),
-        (TypeError, (x.half(), ids, gates), "weight must have dtype"),
-    ):
-        with pytest.raises(error, match=message):
-            layer(*arguments)
+    for change, message in REFUSED:
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer(*change(x, ids, gates))
     with pytest.raises(ValueError, match="computes no float64"):
         layer.double()(x.double(), ids, gates)
 
@@ -250,18 +229,18 @@ def test_several_gradients_at_once_are_refused(moe, device, taken) -> None:
 
 
 QUANTIZED = [
-    QuantizedProblem(lora_dtype=torch.bfloat16),
-    QuantizedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
-    QuantizedProblem(activation="gelu", interleaved=True, routing="sentinels"),
-    QuantizedProblem(wanted=("down.a",)),
-    QuantizedProblem(hidden=48, strategy="auto"),
-    QuantizedProblem(quant_type="fp8", strategy="chunked", routing="sentinels"),
+    PackedProblem(lora_dtype=torch.bfloat16),
+    PackedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
+    PackedProblem(activation="gelu", interleaved=True, routing="sentinels"),
+    PackedProblem(wanted=("down.a",)),
+    PackedProblem(hidden=48, strategy="auto"),
+    PackedProblem(quant_type="fp8", strategy="chunked", routing="sentinels"),
 ]
 
 
 @pytest.mark.parametrize("problem", QUANTIZED, ids=str)
 def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> None:
-    compared(by_ops, taken, QuantizedLayer(moe, device, problem).step)
+    compared(by_ops, taken, PackedLayer(moe, device, problem).step)
 
 
 @pytest.mark.parametrize("down", ["nf4", "fp4", "fp8"])
@@ -270,11 +249,12 @@ def test_a_layer_over_packed_experts_is_two_plans(
     moe, submodule, device, taken, by_ops, watch, nested, down
 ) -> None:
     """One forward and one back, whatever both stacks share, and no tensor is handed over twice."""
-    layer = QuantizedLayer(moe, device, QuantizedProblem(nested=nested))
+    layer = PackedLayer(moe, device, PackedProblem(nested=nested))
     if down != "nf4":
-        weight = layer.packed[1].decode(dtype=torch.float32)
-        layer.packed[1] = moe.QuantizedExperts.from_weight(weight, quant_type=down)
-        layer.packed[1].strategy = "chunked"
+        weight = layer.module.down_proj.decode(dtype=torch.float32)
+        layer.module.down_proj = moe.QuantizedExperts.from_weight(
+            weight, quant_type=down, strategy="chunked"
+        )
     place = submodule("moe.eager_layer")
     calls = watch(place, "replayed", lambda _, name, function, operands, *__: (name, operands))
     compared(by_ops, taken, layer.step)
@@ -326,31 +306,23 @@ def test_all_that_a_forward_keeps_is_one_tensor(
 
     monkeypatch.setattr(place, "replayed", joined)
     layer, x, ids, gates, grad = PROBLEMS[problem].drawn(moe, device, "triton")
-    leaves, saved = {"x": x, "gates": gates, **dict(layer.named_parameters())}, []
-
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
 
     def run() -> dict:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = layer(x, ids, gates)
+        out = layer(x, ids, gates)
         if forgets:
             place._kept.clear()
-        return results(out, leaves, grad)
+        return gradients(out, leaves, grad)
 
+    saved = kept_for_backward(lambda: layer(x, ids, gates))
     found = run()
     assert not refused, "both directions can be recorded"
     own = {one.data_ptr() for one in leaves.values()}
     (kept,) = (one for one in saved if one.data_ptr() not in own)
     assert kept.dtype == torch.uint8 and kept.ndim == 1
-    patch = by_ops()
-    try:
+    with by_ops():
         expected = run()
-    finally:
-        patch.undo()
-    for name, value in expected.items():
-        assert_same_bits(found[name], value)
+    assert_same_tensors(found, expected)
     if forgets:
         monkeypatch.setattr(place, "prepare", lambda *_: None)
         with pytest.raises(
@@ -401,7 +373,7 @@ def test_ids_and_gates_with_gaps_are_played(moe, plans, device, taken, prepared,
 
 
 def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> None:
-    QuantizedLayer(moe, device, QUANTIZED[0]).step()
+    PackedLayer(moe, device, QUANTIZED[0]).step()
     names = [name for name, _ in prepared]
     means = submodule("moe.eager_layer")._MEANS
     products = "_packed_product"
@@ -416,10 +388,10 @@ def test_slices_are_recorded(
     moe, submodule, device, taken, prepared, monkeypatch, quant_type
 ) -> None:
     """All of a layer whose experts are decoded to memory is launches: two for a slice."""
-    problem = QuantizedProblem(strategy="chunked", quant_type=quant_type, hidden=96)
+    problem = PackedProblem(strategy="chunked", quant_type=quant_type, hidden=96)
     bound = problem.hidden * 2 * problem.intermediate * 4
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
-    QuantizedLayer(moe, device, problem).step()
+    PackedLayer(moe, device, problem).step()
     names = [name for name, _ in prepared]
     decodes = "_fp8" if quant_type == "fp8" else "_nibbles"
     directions = 2 + len(submodule("moe.eager_layer")._MEANS)  # prepared, heights, recorded
@@ -437,26 +409,13 @@ PLAYED = [
     LayerProblem(**LARGE, dtype=torch.bfloat16, rank=None, rank_down=None),
     LayerProblem(**LARGE, dtype=torch.bfloat16, train_base=True, bias=True),
     LayerProblem(**LARGE, dtype=torch.bfloat16, routing="sentinels"),
-    LayerProblem(
-        **LARGE,
-        dtype=torch.bfloat16,
-        activation="gpt_oss",
-        transposed=True,
-        interleaved=True,
-        bias=True,
-    ),
+    LayerProblem(**LARGE, **GPT_OSS, dtype=torch.bfloat16),
     LayerProblem(dtype=torch.float32),
     LayerProblem(tokens=1, dtype=torch.bfloat16),
 ]
 
 
-def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    out = layer(x, ids, gates)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def assert_played_as_launched(launched, *arguments) -> list[torch.Tensor]:
+def assert_played_as_launched(launched, *arguments) -> dict[str, torch.Tensor]:
     """Returns what it is in either way."""
     with launched():
         expected = step(*arguments)
@@ -473,7 +432,7 @@ def test_bits_of_launches(moe, device, launched, played, problem) -> None:
         (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
         expected = assert_played_as_launched(launched, layer, x, ids, gates, grad)
         with torch.no_grad():
-            assert_same_bits(layer(x, ids, gates), expected[0])
+            assert_same_bits(layer(x, ids, gates), expected["out"])
     assert len(played) == 3, "with backward, backward and without, once each"
 
 
@@ -539,14 +498,7 @@ def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched)
     with launched():
         expected = step(layer, x, ids, gates, grad)
     found = []
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found += [step(layer, x, ids, gates, grad) for _ in range(3)]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(step(layer, x, ids, gates, grad))
+    graph, _ = capture(lambda: found.append(step(layer, x, ids, gates, grad)), 3)
     graph.replay()
     thread = threading.Thread(target=lambda: found.append(step(layer, x, ids, gates, grad)))
     thread.start()
@@ -591,23 +543,14 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem)
 def test_bits_of_launches_over_4_bits(
     moe, device, launched, played, nested, quant_type, lora_dtype
 ) -> None:
-    problem = LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=lora_dtype, rank=8)
-    layer = problem.module(moe, device)
-    lora = [p for p in layer.parameters() if p.requires_grad]
-    options = {"quant_type": quant_type, "nested": nested}
-    dense = (layer.gate_up_proj.data, layer.down_proj.data)
-    weights = [moe.QuantizedExperts.from_weight(one, **options) for one in dense]
-
-    def run(x, ids, gates, grad) -> list[torch.Tensor]:
-        options = {"layout": layer.layout, "lora": layer.expert_lora.factors()}
-        out = moe.experts_forward(x, ids, gates, *weights, **options)
-        return [out.detach(), *torch.autograd.grad(out, [x, gates, *lora], grad)]
-
+    options = {"quant_type": quant_type, "nested": nested, "strategy": "auto", "blocksize": 64}
+    dtypes = {"dtype": torch.bfloat16, "lora_dtype": lora_dtype}
+    layer = PackedLayer(moe, device, PackedProblem(**LARGE, **dtypes, **options, rank=8))
     for seed in range(3):
-        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        layer.draw(device, seed)
         with launched():
-            expected = run(x, ids, gates, grad)
-        compare(run(x, ids, gates, grad), expected)
+            expected = layer.step("auto")
+        compare(layer.step("auto"), expected)
     assert len(played) == 2
 
 
@@ -622,43 +565,38 @@ def test_bits_of_launches_in_slices(
     sizes = {"tokens": 300, "experts": 8, "hidden": 224, "intermediate": 160}
     form = {"bias": True, "routing": "sentinels", "dtype": dtype, "rank": 8, "rank_down": 12}
     options = {**sizes, **form, "quant_type": quant_type}
-    problem = QuantizedProblem(**options, strategy="chunked", blocksize=64)
+    problem = PackedProblem(**options, strategy="chunked", blocksize=64)
     bound = at_once * 2 * problem.hidden * problem.intermediate * dtype.itemsize
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (bound, bound))
     monkeypatch.setattr(submodule("moe.quantized.eager_quantized"), "_taken", {})
-    layer = QuantizedLayer(moe, device, problem)
+    layer = PackedLayer(moe, device, problem)
     for routing in ("sentinels", "one", "no-ends"):
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device))
         with launched():
             expected = layer.step("auto")
         found = layer.step("auto")
-        compare(found.values(), expected.values())
-        apart = packed_of(layer, "selective").step("auto")
-        for name, value in apart.items():
+        compare(found, expected)
+        stacks = (layer.module.gate_up_proj, layer.module.down_proj)
+        for one in stacks:
+            one.strategy = "selective"
+        for name, value in layer.step("auto").items():
             assert relative_error(found[name], value) <= 2e-2, name
+        for one in stacks:
+            one.strategy = "chunked"
     assert sorted(set(played) - {"expert_sort"}) == ["experts", "experts_backward"]
     assert len(played) <= 3, "once each"
-
-
-def packed_of(layer: QuantizedLayer, strategy: str) -> QuantizedLayer:
-    """The layer by another strategy."""
-    other = copy.copy(layer)
-    other.packed = [copy.copy(one) for one in layer.packed]
-    for one in other.packed:
-        one.strategy = strategy
-    return other
 
 
 @pytest.mark.gpu
 def test_a_slice_bounds_the_peak(moe, submodule, device, monkeypatch) -> None:
     """Of a stack that is decoded in slices, one slice is in memory beside what one row takes."""
-    problem = QuantizedProblem(
+    problem = PackedProblem(
         tokens=64, experts=16, hidden=1040, intermediate=1040, strategy="auto", blocksize=64,
         dtype=torch.bfloat16,
     )  # fmt: skip
     each = 2 * problem.hidden * problem.intermediate * 2
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", (each, 3 * each))
-    layer = QuantizedLayer(moe, device, problem)
+    layer = PackedLayer(moe, device, problem)
     layer.step("auto")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

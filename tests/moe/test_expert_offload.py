@@ -16,20 +16,23 @@ from .._compare import (
     no_waits,
 )
 
-LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
+LAYERS, GPU_LAYERS = 5, 6
+SMALL, LARGE = (4, 64, 32, 2, 6), (32, 1024, 768, 4, 2048)  # experts, sizes, top k, tokens
 
 
 class Model(nn.Module):
-    """Residual layers of packed experts with LoRA."""
+    """Residual layers of packed experts, with LoRA unless they are large."""
 
-    def __init__(self, opt, device, layers: int = LAYERS, **options) -> None:
+    def __init__(self, opt, device, layers: int = LAYERS, large: bool = False, **options) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.routes = []
         self.layers = nn.ModuleList()
+        number, hidden, inner, top_k, tokens = LARGE if large else SMALL
         for _ in range(layers):
-            experts = opt.moe.Experts(EXPERTS, HIDDEN, INTERMEDIATE)
-            experts.add_adapter(r=4, alpha=8)
+            experts = opt.moe.Experts(number, hidden, inner, device=device)
+            if not large:
+                experts.add_adapter(r=4, alpha=8)
             for name, parameter in experts.expert_lora.named_parameters():
                 if "lora_B" in name:  # zero at first
                     nn.init.normal_(parameter, std=0.1)
@@ -38,8 +41,8 @@ class Model(nn.Module):
                 stack = opt.moe.QuantizedExperts.from_weight(weight, **options)
                 experts.add_module(name, stack)
             self.layers.append(experts)
-            ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K, -1).indices
-            self.routes.append((ids.to(device), torch.rand(TOKENS, TOP_K).to(device)))
+            ids = torch.randn(tokens, number).topk(top_k, -1).indices
+            self.routes.append((ids.to(device), torch.rand(tokens, top_k).to(device)))
         self.to(device)
 
     def forward(self, x: torch.Tensor, *, recompute: bool = False, reentrant: bool = False):
@@ -51,8 +54,10 @@ class Model(nn.Module):
         return x
 
 
-def batch(device) -> torch.Tensor:
-    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
+@pytest.fixture
+def x(device) -> torch.Tensor:
+    _, hidden, _, _, tokens = SMALL
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(device)
 
 
 def step(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor]:
@@ -74,9 +79,8 @@ def model(opt, device):
     [{}, {"recompute": True}, {"recompute": True, "reentrant": True}],
     ids=["plain", "checkpoint", "reentrant"],
 )
-def test_training_is_the_same_to_the_bit(opt, device, model, options):
+def test_training_is_the_same_to_the_bit(opt, device, x, model, options):
     """Every layer gets its own experts, forward, recomputed and backward, in every step."""
-    x = batch(device)
     expected = step(model, x, **options)
     assert len(expected) == 2 + 4 * LAYERS
     offload = opt.moe.ExpertOffload(model)
@@ -85,10 +89,9 @@ def test_training_is_the_same_to_the_bit(opt, device, model, options):
         assert len(offload.resident) == 2
 
 
-def test_training_fetches_ahead_and_no_more_than_needed(opt, device, model):
+def test_training_fetches_ahead_and_no_more_than_needed(opt, device, x, model):
     """A step fetches all layers but two, forward and backward; after one step none is late."""
     offload = opt.moe.ExpertOffload(model)
-    x = batch(device)
     step(model, x)
     assert offload.waits == 1  # the very first layer
     assert set(offload.resident) == {"layers.0", "layers.1"}  # where the next step begins
@@ -99,9 +102,8 @@ def test_training_fetches_ahead_and_no_more_than_needed(opt, device, model):
         assert offload.waits == late
 
 
-def test_evaluation_starts_again_at_the_first_layer(opt, device, model):
+def test_evaluation_starts_again_at_the_first_layer(opt, device, x, model):
     offload = opt.moe.ExpertOffload(model)
-    x = batch(device)
     with torch.no_grad():
         model(x)
         model(x)  # learns what follows the last layer
@@ -111,9 +113,8 @@ def test_evaluation_starts_again_at_the_first_layer(opt, device, model):
     assert offload.transfers - before == 2 * LAYERS and offload.waits == late
 
 
-def test_a_wrong_guess_costs_a_copy_alone(opt, device, model):
+def test_a_wrong_guess_costs_a_copy_alone(opt, device, x, model):
     """Layers in another order, some twice, some left out."""
-    x = batch(device)
     order = [3, 1, 1, 4, 0, 3, 2, 4, 0]
 
     def run() -> torch.Tensor:
@@ -129,17 +130,16 @@ def test_a_wrong_guess_costs_a_copy_alone(opt, device, model):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_fits_is_fetched_once(opt, device, layers):
+def test_what_fits_is_fetched_once(opt, device, x, layers):
     model = Model(opt, device, layers)
-    expected = step(model, batch(device))
+    expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     for _ in range(2):
-        assert_same_tensors(step(model, batch(device)), expected)
+        assert_same_tensors(step(model, x), expected)
     assert offload.transfers == layers
 
 
-def test_on_and_off_at_any_time(opt, device, model):
-    x = batch(device)
+def test_on_and_off_at_any_time(opt, device, x, model):
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     for switch in (offload.turn_off, offload.turn_on, offload.turn_on, offload.turn_off):
@@ -157,23 +157,23 @@ def test_on_and_off_at_any_time(opt, device, model):
 @pytest.mark.parametrize(
     "options", ({}, {"nested": True}, {"quant_type": "mxfp4"}, {"quant_type": "fp8"}), ids=str
 )
-def test_state_dicts_travel_while_it_is_on(opt, device, options):
+def test_state_dicts_travel_while_it_is_on(opt, device, x, options):
     """Saved as without it, and what is loaded is used at once, on the device as well."""
     model, other = (Model(opt, device, 3, **options) for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
             if parameter.dtype == torch.uint8 and parameter.numel() > 512:
                 parameter.copy_(parameter.flip(0))
-    expected = step(other, batch(device))
+    expected = step(other, x)
     plain = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     offload = opt.moe.ExpertOffload(model)
     assert_same_tensors({n: v.cpu() for n, v in model.state_dict().items()}, plain)
     assert model.layers[0].down_proj.packed.device.type == "cpu"
-    step(model, batch(device))
+    step(model, x)
     model.load_state_dict(other.state_dict())
-    assert_same_tensors(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, x), expected)
     model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    assert_same_tensors(step(model, batch(device)), expected)
+    assert_same_tensors(step(model, x), expected)
     host = {m.packed.untyped_storage().data_ptr() for m in offload._where}
     assert len(host) == 3  # still one piece of host memory per layer
 
@@ -187,11 +187,10 @@ def test_the_model_can_be_moved_around_it(opt, device, model):
     assert model.layers[0].gate_up_proj.device.type == torch.device(device).type
 
 
-def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, model):
+def test_a_compiled_model_fetches_outside_of_its_graphs(opt, device, x, model):
     """Which slot holds a layer changes from call to call, and no trace may depend on it."""
     from torch._dynamo.utils import counters
 
-    x = batch(device)
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     torch._dynamo.reset()
@@ -229,10 +228,9 @@ def test_errors_say_what_to_do(opt, device, model):
 
 @pytest.mark.parametrize("allocation", range(1, LAYERS + 3))
 def test_memory_that_runs_out_leaves_the_model_as_it_was(
-    opt, device, model, monkeypatch, allocation
+    opt, device, x, model, monkeypatch, allocation
 ):
     """In host memory for any of the layers, or on the device for either slot."""
-    x = batch(device)
     expected = step(model, x)
     allocate, sizes = torch.empty, []
 
@@ -255,8 +253,9 @@ def test_memory_that_runs_out_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("failing", [1, 2, 2 * LAYERS])
-def test_a_device_without_room_keeps_them_in_host_memory(opt, device, model, monkeypatch, failing):
-    x = batch(device)
+def test_a_device_without_room_keeps_them_in_host_memory(
+    opt, device, x, model, monkeypatch, failing
+):
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
     short = torch.OutOfMemoryError("out of memory")
@@ -282,45 +281,9 @@ def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):
     assert opt.moe.ExpertOffload(model, device="cpu").is_on
 
 
-GPU_LAYERS = 6
-GPU_EXPERTS = 32
-GPU_HIDDEN = 1024
-GPU_INTERMEDIATE = 768
-GPU_TOP_K = 4
-GPU_TOKENS = 2048
-
-
-class ModelGpu(nn.Module):
-    """Residual layers of 4-bit experts; only the input is trained."""
-
-    def __init__(self, opt, device) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.opt = nn.ModuleList(), opt
-        for _ in range(GPU_LAYERS):
-            layer = nn.Module()
-            for name, shape in (
-                ("gate_up_proj", (GPU_EXPERTS, 2 * GPU_INTERMEDIATE, GPU_HIDDEN)),
-                ("down_proj", (GPU_EXPERTS, GPU_HIDDEN, GPU_INTERMEDIATE)),
-            ):
-                weight = torch.randn(shape, device=device) * 0.02
-                layer.add_module(name, opt.moe.QuantizedExperts.from_weight(weight))
-            self.layers.append(layer)
-        logits = torch.randn(GPU_TOKENS, GPU_EXPERTS, device=device)
-        self.gates, self.ids = logits.softmax(-1).topk(GPU_TOP_K, -1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layout = self.opt.moe.ExpertsLayout()
-        for layer in self.layers:
-            x = x + self.opt.moe.experts_forward(
-                x, self.ids, self.gates, layer.gate_up_proj, layer.down_proj, layout=layout
-            )
-        return x
-
-
 @pytest.fixture(scope="module")
 def model_gpu(opt, device):
-    return ModelGpu(opt, device)
+    return Model(opt, device, GPU_LAYERS, large=True)
 
 
 @pytest.fixture
@@ -330,15 +293,20 @@ def offload(opt, model_gpu):
     offload.turn_off()
 
 
-def step_gpu(model_gpu: ModelGpu, device) -> tuple[torch.Tensor, torch.Tensor]:
+def large_batch(device) -> torch.Tensor:
     torch.manual_seed(1)
-    x = torch.randn(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    _, hidden, _, _, tokens = LARGE
+    return torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+
+def step_gpu(model_gpu: Model, device) -> tuple[torch.Tensor, torch.Tensor]:
+    x = large_batch(device)
     out = model_gpu(x)
     out.backward(out.detach())
     return out.detach(), x.grad
 
 
-def layer_bytes(model_gpu: ModelGpu) -> int:
+def layer_bytes(model_gpu: Model) -> int:
     return sum(p.nbytes for p in model_gpu.layers[0].parameters())
 
 
@@ -381,7 +349,7 @@ def test_same_bits_however_far_the_host_runs_ahead(model_gpu, device, offload) -
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(model_gpu, device, offload) -> None:
     step_gpu(model_gpu, device)
-    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = large_batch(device)
     grad = torch.ones_like(x)
     with no_waits():
         model_gpu(x).backward(grad)
@@ -410,7 +378,7 @@ def test_copies_run_beside_the_products(model_gpu, device, offload) -> None:
 @pytest.mark.gpu
 def test_a_capture_is_refused(model_gpu, device, offload) -> None:
     step_gpu(model_gpu, device)
-    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16)
+    x = large_batch(device)
     with (
         torch.no_grad(),
         pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
@@ -423,7 +391,7 @@ def test_a_capture_is_refused(model_gpu, device, offload) -> None:
 def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> None:
     """Built in host memory, offloaded to the device, its dense part moved there afterwards."""
     expected = step_gpu(model_gpu, device)
-    host = ModelGpu(opt, "cpu")
+    host = Model(opt, "cpu", GPU_LAYERS, large=True)
     host.load_state_dict(model_gpu.state_dict())
     with pytest.raises(ValueError, match=r'pass device="cuda"'):
         opt.moe.ExpertOffload(host)
@@ -432,7 +400,7 @@ def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> No
     before = torch.cuda.memory_allocated()
     opt.moe.ExpertOffload(host, device="cuda")
     host.to(device)
-    host.gates, host.ids = model_gpu.gates, model_gpu.ids
+    host.routes = model_gpu.routes
     slack = 1 << 20
     assert torch.cuda.max_memory_allocated() - before <= 2 * layer_bytes(model_gpu) + slack
     assert all(p.device.type == "cpu" and p.is_pinned() for p in host.parameters())

@@ -9,8 +9,20 @@ import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_all_same_bits, assert_same_bits, capture, relative_error
-from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
+from .._compare import (
+    assert_all_same_bits,
+    assert_same_bits,
+    assert_same_tensors,
+    capture,
+    relative_error,
+)
+from ._eager import (
+    LayerProblem,
+    assert_graph_follows,
+    assert_layer_close_to_eager,
+    kept_for_backward,
+    step,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTINGS = ("random", "one", "no-ends", "sentinels", "all-sentinels")
@@ -28,16 +40,22 @@ PROBLEMS = (
     LayerProblem(gated=False, activation="relu2", intermediate=17),
     LayerProblem(activation="gelu", top_k=1, experts=3, rank=1),
 )
+# Of 96 tokens, so that no gradient's error is drawn by lot.
+BY_PATH = [
+    (dataclasses.replace(problem, dtype=dtype, tokens=96), "auto")
+    for problem in PROBLEMS
+    for dtype in DTYPES
+]
+BY_PATH.append((LayerProblem(20, hidden=16, routing="sentinels", **GPT_OSS), "triton"))
 
 
 @pytest.mark.sees_defect("LoRA on one projection, with experts that have no rows")
 @pytest.mark.sees_defect("LoRA must be on both projections")
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_error_against_float64(moe, device, problem, dtype):
-    """LoRA in float32 over any dtype; of 96 tokens, so that no gradient's error is drawn by lot."""
-    assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
+@pytest.mark.parametrize(("problem", "backend"), BY_PATH, ids=str)
+def test_error_against_float64(moe, device, problem, backend):
+    """LoRA in float32 over any dtype."""
+    assert_layer_close_to_eager(moe, device, problem, backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -56,15 +74,6 @@ def test_router_weights_of_any_dtype(moe, device, dtype, backend):
     torch.testing.assert_close(narrow.float(), dgates.to(dtype).float(), rtol=1e-2, atol=1e-3)
 
 
-def test_path_by_name(moe, device):
-    def named(layer, *inputs):
-        layer.backend = "triton"
-        return layer(*inputs)
-
-    problem = LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)
-    assert_layer_close_to_eager(moe, device, problem, call=named)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(0, 40),
@@ -80,20 +89,9 @@ def test_path_by_name(moe, device):
 def test_generated_problems(
     moe, device, tokens, top_k, experts, sizes, ranks, activation, options, routing, seed
 ):
-    transposed, interleaved, bias, train_base = options
-    problem = LayerProblem(
-        tokens,
-        top_k,
-        experts,
-        *sizes,
-        *ranks,
-        activation=activation,
-        transposed=transposed,
-        interleaved=interleaved,
-        bias=bias,
-        train_base=train_base,
-        routing=routing,
-    )
+    names = ("transposed", "interleaved", "bias", "train_base")
+    form = {"activation": activation, **dict(zip(names, options, strict=True))}
+    problem = LayerProblem(tokens, top_k, experts, *sizes, *ranks, **form, routing=routing)
     # Results of one element cancel by lot: 2e-5 is left of float32's 6e-8 where two digits go, and
     # with one feature a gate's gradient is such a result of such results.
     floor = 2e-5 if min(sizes) > 1 else 1e-4
@@ -163,15 +161,12 @@ def test_one_state_for_all_tokens(moe, device):
 def test_autocast(moe, device, weight_dtype):
     """float32 tokens under autocast: computed in bfloat16, as F.linear would, and returned so."""
     problem = LayerProblem(dtype=weight_dtype)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
     x = x.detach().float().requires_grad_()
-    ids = problem.ids(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = layer(x, ids, gates)
     assert out.dtype == torch.float32
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    found = gradients(out, leaves, grad.float())
+    (found,) = torch.autograd.grad(out, x, grad.float())
     narrow = problem.module(moe, device).to(torch.bfloat16)
     for name, parameter in layer.expert_lora.named_parameters():
         target, factor, _ = name.split(".", 2)
@@ -180,31 +175,23 @@ def test_autocast(moe, device, weight_dtype):
     expected = narrow(low, ids, gates)
     assert_same_bits(out, expected.float())
     (wanted,) = torch.autograd.grad(expected, low, grad.bfloat16())
-    assert_same_bits(found["x"], wanted.float())
+    assert_same_bits(found, wanted.float())
 
 
 def test_backward_under_autocast(moe, device):
     """The products of backward are those of forward: autocast has no say in them."""
-    problem = LayerProblem(dtype=torch.float32)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
-    ids = problem.ids(device)
-    expected = gradients(layer(x, ids, gates), leaves, grad)
+    layer, x, ids, gates, grad = LayerProblem().drawn(moe, device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    expected = torch.autograd.grad(layer(x, ids, gates), leaves, grad)
     out = layer(x, ids, gates)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = gradients(out, leaves, grad)
-    assert found.keys() == expected.keys() and len(found) > 3
-    for name, gradient in expected.items():
-        assert_same_bits(found[name], gradient)
+        assert_all_same_bits(torch.autograd.grad(out, leaves, grad), expected)
 
 
 def test_shapes_alone(moe):
     """On the meta device, where models are laid out before they have memory."""
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, torch.device("meta"))
-    x, gates, grad = problem.inputs(torch.device("meta"))
-    out = layer(x, problem.ids(torch.device("meta")), gates)
+    layer, x, ids, gates, grad = LayerProblem(bias=True).drawn(moe, torch.device("meta"))
+    out = layer(x, ids, gates)
     out.backward(grad)
     assert (out.device.type, out.shape) == ("meta", x.shape)
     assert layer.expert_lora["down"].lora_B["default"].weight.grad.shape == (24, 20)
@@ -226,25 +213,18 @@ def test_a_function_of_your_own_between_the_projections(moe, device):
     assert seen == [(42, 40)]
 
 
-REFUSED = {
-    "index of another count of tokens": (
-        lambda x, i, w: (x, i[1:], w[1:]),
-        r"top_k_index and top_k_weights must be \(\.\.\., k\) for the 21 tokens",
-    ),
-    "weights of another shape": (lambda x, i, w: (x, i, w[:, :1]), "got .21, 2. and .21, 1."),
-    "hidden size": (lambda x, i, w: (x[:, 1:], i, w), r"hidden_states must be \(\.\.\., 24\)"),
-    "dtype of the tokens": (
-        lambda x, i, w: (x.bfloat16(), i, w),
-        "weight must have dtype bfloat16",
-    ),
-    "floating ids": (lambda x, i, w: (x, i.float(), w), "expert_ids must have dtype"),
-    "integer weights": (lambda x, i, w: (x, i, w.long()), "gates must have dtype"),
-}
+REFUSED = (
+    (lambda x, i, w: (x, i[1:], w[1:]), r"top_k_index and top_k_weights .* for the 21 tokens"),
+    (lambda x, i, w: (x, i, w[:, :1]), "got .21, 2. and .21, 1."),
+    (lambda x, i, w: (x[:, 1:], i, w), r"hidden_states must be \(\.\.\., 24\)"),
+    (lambda x, i, w: (x.bfloat16(), i, w), "weight must have dtype bfloat16"),
+    (lambda x, i, w: (x, i.float(), w), "expert_ids must have dtype"),
+    (lambda x, i, w: (x, i, w.long()), "gates must have dtype"),
+)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_arguments(moe, device, case):
-    change, message = REFUSED[case]
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_wrong_arguments(moe, device, change, message):
     layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     with pytest.raises((ValueError, TypeError), match=message):
         layer(*change(x.detach(), ids, gates.detach()))
@@ -278,75 +258,39 @@ def test_wrong_sizes(moe):
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph(moe, device):
-    """Routings differ in which experts get tokens, so a captured host decision would show."""
     problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    parameters = [p for p in layer.parameters() if p.requires_grad]
 
-    def step() -> tuple[torch.Tensor, ...]:
-        out = layer(x, ids, gates)
-        return out, *torch.autograd.grad(out, [x, gates, *parameters], grad)
+    def redraw(seed: int, routing: str) -> None:
+        for old, new in zip((x, gates, grad), problem.inputs(device, seed), strict=True):
+            old.copy_(new)
+        ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
 
-    graph, captured = capture(step, 3)
-    for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
-        other = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16, routing=routing)
-        new_x, new_gates, new_grad = other.inputs(device, seed)
-        with torch.no_grad():
-            for old, new in ((x, new_x), (gates, new_gates), (grad, new_grad)):
-                old.copy_(new)
-            ids.copy_(other.ids(device, seed))
-        graph.replay()
-        assert_all_same_bits(captured, step())
+    assert_graph_follows(lambda: step(layer, x, ids, gates, grad), redraw)
 
 
 @pytest.mark.gpu
-def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
+def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch, watch):
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
-    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    chosen, real = [], launches.sums_fit_beside
-
-    def step() -> tuple[torch.Tensor, ...]:
-        # Without its graph: a leaf's node of autograd would wait in the capture for this stream.
-        out = layer(x, ids, gates)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
-
-    def watched(*arguments) -> bool:
-        chosen.append(real(*arguments))
-        return chosen[-1]
-
+    drawn = problem.drawn(moe, device, "triton")
     with monkeypatch.context() as alone:
         alone.setattr(launches, "sums_fit_beside", lambda *_: False)
         alone.setattr(launches, "packing", lambda factors, *_: contextlib.nullcontext(factors))
-        expected = step()
-    monkeypatch.setattr(launches, "sums_fit_beside", watched)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = [step() for _ in range(3)]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found.append(step())
+        expected = step(*drawn)
+    chosen = watch(launches, "sums_fit_beside", lambda fit, *_: fit)
+    found = []
+    graph, _ = capture(lambda: found.append(step(*drawn)), 3)
     graph.replay()
     for results in found:
-        assert_all_same_bits(results, expected)
+        assert_same_tensors(results, expected)
     assert chosen == [True] * 4
 
 
 @pytest.mark.gpu
 def test_a_step_allocates_a_fraction_of_the_weights(moe, device):
     """Few tokens over many experts: no copy of a stack, no gradient for a frozen one."""
-    problem = LayerProblem(
-        tokens=64,
-        experts=64,
-        hidden=512,
-        intermediate=512,
-        rank=8,
-        rank_down=8,
-        dtype=torch.bfloat16,
-    )
+    problem = LayerProblem(64, 2, 64, 512, 512, 8, 8, dtype=torch.bfloat16)
     layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     layer(x, ids, gates).backward(grad)  # compiles; the gradients of LoRA exist from now on
     torch.cuda.synchronize()
@@ -360,19 +304,6 @@ def test_a_step_allocates_a_fraction_of_the_weights(moe, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_by_inductor(moe, device, dtype):
-    torch._dynamo.reset()
-    problem = LayerProblem(bias=True, routing="sentinels", dtype=dtype)
-
-    def compiled(layer, *inputs):
-        layer.backend = "triton"
-        return torch.compile(layer, fullgraph=True)(*inputs)
-
-    assert_layer_close_to_eager(moe, device, problem, call=compiled)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(256, 2048, 512, 8), (64, 2048, 1024, 8), (8, 4096, 14336, 2)])
 def test_real_sizes(moe, device, sizes):
     experts, hidden, intermediate, top_k = sizes
@@ -383,32 +314,20 @@ def test_real_sizes(moe, device, sizes):
         torch.nn.init.normal_(projection.lora_B["default"].weight, std=0.01)
     problem = LayerProblem(512, top_k, experts, hidden, dtype=torch.bfloat16)
     x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    results = {}
-    for backend in ("triton", "triton", "reference"):
-        layer.backend = backend
-        out = layer(x, ids, gates)
-        found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-        if backend in results:
-            assert_all_same_bits(found, results[backend])
-        results[backend] = found
-    for ours, theirs in zip(results["triton"], results["reference"], strict=True):
-        assert relative_error(ours, theirs) < 2**-7  # two roundings to bfloat16 apart
+    drawn = (layer, x, problem.ids(device), gates, grad)
+    layer.backend = "triton"
+    found = step(*drawn)
+    assert_same_tensors(step(*drawn), found)
+    layer.backend = "reference"
+    for name, value in step(*drawn).items():
+        assert relative_error(found[name], value) < 2**-7, name  # two roundings to bfloat16 apart
 
 
 def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     """Of the weights only themselves, and never the (T k, H) output, which no gradient needs."""
     problem = LayerProblem(tokens=50, hidden=240, intermediate=20, bias=True)
     layer, x, ids, gates, _ = problem.drawn(moe, device)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, ids, gates)
+    kept = kept_for_backward(lambda: layer(x, ids, gates))
     own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), x, gates)}
     rest = [t for t in kept if t.untyped_storage().data_ptr() not in own]
     assert len(kept) > len(rest) > 0
@@ -416,15 +335,21 @@ def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
     assert sum(t.nbytes for t in rest) < output
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_without_graph_breaks(moe, device, dynamic):
+COMPILED = [
+    *(("auto", torch.float32, {"dynamic": d, "backend": "aot_eager"}) for d in (False, True)),
+    *(pytest.param("triton", dtype, {}, marks=pytest.mark.gpu) for dtype in DTYPES[:2]),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "options"), COMPILED, ids=str)
+def test_compiled_without_graph_breaks(moe, device, backend, dtype, options):
     torch._dynamo.reset()
-    problem = LayerProblem(bias=True, routing="sentinels")
+    problem = LayerProblem(bias=True, routing="sentinels", dtype=dtype)
 
     def compiled(layer, *inputs):
-        return torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*inputs)
+        return torch.compile(layer, fullgraph=True, **options)(*inputs)
 
-    assert_layer_close_to_eager(moe, device, problem, call=compiled)
+    assert_layer_close_to_eager(moe, device, problem, call=compiled, backend=backend)
 
 
 def test_compiled_layer_serves_other_lengths(moe, device):
@@ -434,9 +359,7 @@ def test_compiled_layer_serves_other_lengths(moe, device):
     layer = LayerProblem().module(moe, device)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for tokens in (21, 30, 17, 40):
-        problem = LayerProblem(tokens)
-        x, gates, _ = problem.inputs(device)
-        ids = problem.ids(device)
+        _, x, ids, gates, _ = LayerProblem(tokens).drawn(moe, device)
         assert_same_bits(compiled(x, ids, gates), layer(x, ids, gates))
     assert counter.frame_count <= 2
 
@@ -456,18 +379,16 @@ def test_compiled_layer_follows_its_adapters(moe, device):
     "LoRA held as plain attributes stays behind when the module moves or is copied"
 )
 def test_moving_to_a_dtype_moves_lora_too(moe, device):
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, device).to(torch.bfloat16)
-    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    x, gates, _ = problem.inputs(device)
-    out = layer(x.bfloat16(), problem.ids(device), gates)
+    layer, x, ids, gates, _ = LayerProblem(bias=True).drawn(moe, device)
+    assert {p.dtype for p in layer.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+    out = layer(x.bfloat16(), ids, gates)
     assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
 
 
 @pytest.mark.sees_defect("LoRA held as plain attributes is in no state dict")
 def test_state_dict_names_and_round_trip(moe, device, tmp_path):
     problem = LayerProblem(bias=True, rank=3, rank_down=2)
-    layer = problem.module(moe, device)
+    layer, x, ids, gates, _ = problem.drawn(moe, device)
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     assert shapes == {
         "gate_up_proj": (5, 40, 24),
@@ -482,6 +403,4 @@ def test_state_dict_names_and_round_trip(moe, device, tmp_path):
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     other = problem.module(moe, device, seed=9)
     other.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
     assert_same_bits(other(x, ids, gates), layer(x, ids, gates))

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_error_at_most, assert_same_bits, capture, no_waits, relative_error
-from ._eager import Problem, assert_no_worse, eager, predecessors, product
-from .conftest import gradients
+from .._compare import assert_error_at_most, assert_same_bits, no_waits, relative_error
+from ._eager import (
+    Problem,
+    assert_graph_follows,
+    assert_no_worse,
+    eager,
+    gradients,
+    in_float64,
+    predecessors,
+    product,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOOR = {torch.float32: 5e-7, torch.bfloat16: 1e-3, torch.float16: 1.3e-4}
@@ -19,11 +27,10 @@ FLOOR = {torch.float32: 5e-7, torch.bfloat16: 1e-3, torch.float16: 1.3e-4}
 
 def usual_sizes(problem, leaves, ids, grad) -> dict[str, float]:
     """The norm of every result if the signs of its terms were drawn: of operands squared."""
-    squares = {name: x if x is None else x.detach().double() ** 2 for name, x in leaves.items()}
+    squares = {name: x if x is None else x.detach() ** 2 for name, x in in_float64(leaves).items()}
     squares = {name: x if x is None else x.requires_grad_() for name, x in squares.items()}
     squared = dataclasses.replace(problem, scaling=problem.scaling**2)
-    y = eager(squared, squares, ids, torch.float64)
-    sums = {"y": y.detach(), **gradients(y, squares, grad.double() ** 2)}
+    sums = gradients(eager(squared, squares, ids, torch.float64), squares, grad.double() ** 2)
     return {name: value.sum().sqrt().item() for name, value in sums.items()}
 
 
@@ -34,20 +41,15 @@ def assert_close_to_eager(problem, run, device, backend="auto", factor=1.5, seed
     generator = torch.Generator().manual_seed(seed + 2)
     grad = torch.randn(problem.grad_shape(), generator=generator, dtype=torch.float64)
     grad = grad.to(device, problem.dtype)
-    actual = run(problem, leaves, ids, grad, backend)
-    wide = {name: x if x is None else x.detach().double() for name, x in leaves.items()}
-    wide = {name: x if x is None else x.requires_grad_() for name, x in wide.items()}
-    exact_y = eager(problem, wide, ids, torch.float64)
-    exact = {"y": exact_y.detach(), **gradients(exact_y, wide, grad.double())}
-    plain_y = eager(problem, leaves, ids, problem.dtype)
-    plain = {"y": plain_y.detach(), **gradients(plain_y, leaves, grad)}
+    actual, wide = run(problem, leaves, ids, grad, backend), in_float64(leaves)
+    exact = gradients(eager(problem, wide, ids, torch.float64), wide, grad.double())
+    plain = gradients(eager(problem, leaves, ids, problem.dtype), leaves, grad)
     usual = usual_sizes(problem, leaves, ids, grad)
     floors = {
         name: FLOOR[problem.dtype] * max(usual[name] / max(expected.norm().item(), 1e-300), 1.0)
         for name, expected in exact.items()
     }
-    dtypes = {"y": problem.dtype, **{k: x.dtype for k, x in leaves.items() if x is not None}}
-    assert_no_worse(actual, plain, exact, dtypes, factor, floors)
+    assert_no_worse(actual, plain, exact, factor, floors)
 
 
 SHAPES = (
@@ -66,6 +68,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("problem", SHAPES, ids=str)
@@ -363,12 +366,11 @@ def test_a_captured_step_follows_another_routing(run, device):
     problem = Problem(64, 4, 16, 256, 128, 16, dtype=torch.bfloat16, gates=True, bias=True)
     leaves, ids = problem.inputs(device), problem.ids(device)
     grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
-    graph, captured = capture(lambda: run(problem, leaves, ids, grad, "triton"), 3)
-    for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):
+
+    def redraw(seed: int, routing: str) -> None:
         ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
-        graph.replay()
-        for name, value in run(problem, leaves, ids, grad, "triton").items():
-            assert_same_bits(captured[name], value)
+
+    assert_graph_follows(lambda: run(problem, leaves, ids, grad, "triton"), redraw)
 
 
 @pytest.mark.gpu

@@ -7,19 +7,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .._compare import capture
-from ._eager import LayerProblem, compare
+from ._eager import LayerProblem, compare, step
 
 pytestmark = pytest.mark.gpu
 
 SIZES = {"top_k": 2, "experts": 8, "hidden": 256, "intermediate": 128, "dtype": torch.bfloat16}
 PLAYS = 5  # two of single launches, one that makes the graphs, two that change their arguments
-
-
-def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
-    """The output and the gradients of everything that trains."""
-    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    out = layer(x, ids, gates)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def drawn(problem, device, seed: int) -> tuple:

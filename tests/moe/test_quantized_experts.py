@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_same_bits
+from .._compare import assert_same_bits, assert_same_tensors
 from ..conftest import module_fixture
 
 weights = module_fixture("moe.quantized.expert_weights")
@@ -24,19 +24,13 @@ FORMATS = (
 )
 
 
-def draw(shape) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def tensors(module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+def draw(shape, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def assert_equal(left, right) -> None:
     assert left.quantized_weight().shape == right.quantized_weight().shape
-    assert tensors(left).keys() == tensors(right).keys()
-    for name, value in tensors(left).items():
-        assert_same_bits(tensors(right)[name], value)
+    assert_same_tensors(dict(left.named_parameters()), dict(right.named_parameters()))
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=str)
@@ -160,12 +154,10 @@ def test_from_a_record_without_a_copy(opt, options):
     assert not torch.equal(again.decode(), module.decode())
 
 
-def test_a_record_is_checked_again_when_it_is_another_one(opt, submodule, monkeypatch):
+def test_a_record_is_checked_again_when_it_is_another_one(opt, submodule, begun):
     """What was checked once costs a layer nothing; another tensor, size or strategy is seen."""
     packed = opt.moe.QuantizedExperts.from_weight(torch.randn(2, 64, 64))
-    kind, seen = submodule("kernels.quant.formats").Blockwise4Bit, []
-    check = kind.check
-    monkeypatch.setattr(kind, "check", lambda *given: [seen.append(1), check(*given)][1])
+    seen = begun(submodule("kernels.quant.formats").Blockwise4Bit, "check")
     first = packed.quantized_weight()
     seen.clear()
     again = packed.quantized_weight()
@@ -207,12 +199,7 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, q
         with pytest.raises(ValueError, match=f"the weight is {quant_type}: an adapter cannot be"):
             merge()
     assert not experts.expert_lora.merged
-    for key, value in experts.state_dict().items():
-        assert_same_bits(value, before[key])
-
-
-def draw_weights(shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    assert_same_tensors(experts.state_dict(), before)
 
 
 def routed(opt, ids, experts):
@@ -227,7 +214,7 @@ def parametrized(shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
     functional = pytest.importorskip("bitsandbytes.functional")
     module = nn.Module()
-    module.gate_up_proj = nn.Parameter(draw_weights(shape))
+    module.gate_up_proj = nn.Parameter(draw(shape, torch.float32))
     options = {"compress_statistics": nested, "quant_type": quant_type, "blocksize": 32}
     parametrize.replace_parameter_4bit(module, "gate_up_proj", **options)
     entry = module.parametrizations["gate_up_proj"]
@@ -376,7 +363,7 @@ def test_active_experts_of_an_empty_batch(opt):
     active = opt.moe.active_experts(order)
     assert active.ids.shape == (0,) and active.offsets.tolist() == [0]
     assert active.position.tolist() == [-1] * 5
-    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(SHAPE))
+    experts = opt.moe.QuantizedExperts.from_weight(draw(SHAPE, torch.float32))
     decoded = opt.moe.selective_expert_weights(experts.quantized_weight(), active, torch.bfloat16)
     assert decoded.shape == (0, 24, 40)
 
@@ -400,7 +387,7 @@ def test_active_experts_do_not_wait_for_the_device(opt):
 def test_selective_weights_dense_and_packed(opt):
     order = routed(opt, [[4, 1], [1, 1]], 5)
     active = opt.moe.active_experts(order)
-    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(SHAPE))
+    experts = opt.moe.QuantizedExperts.from_weight(draw(SHAPE, torch.float32))
     dense = experts.decode(dtype=torch.float32)
     select = opt.moe.selective_expert_weights
     packed = select(experts.quantized_weight(), active, torch.float32)
@@ -461,7 +448,7 @@ def test_layers_compile_for_any_number_of_tokens(opt, device, quant_type) -> Non
     counted = dynamo.utils.counters
     counted.clear()
     for tokens in (11, 13, 17):
-        x = draw_weights((tokens, 24)).to(device).requires_grad_()
+        x = draw((tokens, 24), torch.float32).to(device).requires_grad_()
         ids = torch.arange(2 * tokens, device=device).reshape(tokens, 2) % 5
         gates = torch.full((tokens, 2), 0.5, device=device)
         out, expected = compiled(x, ids, gates), layer(x, ids, gates)

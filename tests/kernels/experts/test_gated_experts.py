@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from ..._compare import assert_error_at_most, assert_same_bits
-from ...conftest import module_fixture
-from ...moe._eager import LayerProblem, assert_layer_close_to_eager
+from ...moe._eager import LayerProblem, assert_first_order_alone, assert_layer_close_to_eager, step
 from .test_grouped_lora import RANK, TOP_K, N, operands
-
-moe = module_fixture("moe")
 
 # 72: two tiles of columns either way, the last one not full. 11 experts: a group of 8 and a rest.
 PROBLEMS = (
@@ -30,16 +27,10 @@ def called(submodule, monkeypatch, begun):
     return begun(submodule("moe.grouped_linear"), "gated_experts", "_op")
 
 
-def by_triton(layer, *inputs):
-    """One call of the layer on the path that has the op."""
-    layer.backend = "triton"
-    return layer(*inputs)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_error_against_float64(moe, device, called, problem):
-    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+    assert_layer_close_to_eager(moe, device, problem, backend="triton")
     assert called == ["gated_experts"]
 
 
@@ -76,12 +67,7 @@ def test_what_runs_stage_by_stage(moe, device, called, backend, problem):
 def test_second_order_raises_and_a_graph_serves_twice(moe, device):
     problem = LayerProblem(5, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
     layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
-    out = layer(x, ids, gates)
-    (first,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
-    (second,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    assert_same_bits(first, second)
-    with pytest.raises(RuntimeError, match=r"no autograd formula|once_differentiable"):
-        second.square().sum().backward()
+    assert_first_order_alone(layer(x, ids, gates), x)
 
 
 @pytest.fixture
@@ -95,11 +81,10 @@ def with_room(moe, submodule, device, monkeypatch):
     def run(made: list, **sizes) -> list[list]:
         problem = LayerProblem(experts=3, hidden=16, intermediate=8, rank=2, rank_down=2, **sizes)
         layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
-        leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
         found, seen = [], []
         for room in (0, 10**9):
             monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
-            found.append(torch.autograd.grad(layer(x, ids, gates), leaves, grad))
+            found.append(step(layer, x, ids, gates, grad).values())
             seen.append(made.copy())
             made.clear()
         for one, other in zip(*found, strict=True):
@@ -163,7 +148,7 @@ def test_what_runs_beside_what(submodule, monkeypatch, begun, with_room):
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
     assert submodule("kernels.experts.tile_tables").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
-    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+    assert_layer_close_to_eager(moe, device, problem, backend="triton")
 
 
 def test_the_op_and_its_reference(moe, submodule, ops, device):
@@ -230,16 +215,15 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch, watch):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
+def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, watch, interleaved):
     """The second tile of columns in a launch of its own, with its part of the packed factor."""
     launch = submodule("kernels.experts.grouped_launch_triton")
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
     layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
-    gated, made = submodule("kernels.experts.gated_launch_triton"), []
-    real = gated.column_pieces
-    monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
+    gated = submodule("kernels.experts.gated_launch_triton")
+    made = watch(gated, "column_pieces", lambda pieces, *_: pieces)
     found = []
     for limit in (1.5, 1 / 2, 1 / 8):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)

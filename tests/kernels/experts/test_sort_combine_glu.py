@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ...conftest import module_fixture
-from ...moe._eager import LayerProblem, eager_activation
+from ...moe._eager import LayerProblem, assert_first_order_alone, eager_activation
 
 module = module_fixture("kernels.experts.expert_sort")
 over_rows = module_fixture("kernels.experts.rows")
@@ -67,21 +67,17 @@ def test_cases(module, device, path, ids, experts):
 
 
 @pytest.mark.parametrize("rows", [0, 5])
-def test_what_is_recorded_is_launched_alone(module, device, monkeypatch, rows) -> None:
+def test_what_is_recorded_is_launched_alone(module, device, watch, rows) -> None:
     """A recording refuses a copy by torch, and that launches from Python in every call."""
-    seen, replayed = [], module.replayed
-
-    def watched(name, function, operands, constants):
-        seen.extend(ids.is_contiguous() and ids.numel() > 0 for ids in operands)
-        return replayed(name, function, operands, constants)
-
-    monkeypatch.setattr(module, "replayed", watched)
+    plain = lambda _, name, function, operands, *__: [  # noqa: E731
+        ids.is_contiguous() and ids.numel() > 0 for ids in operands
+    ]
+    seen = watch(module, "replayed", plain)
     ids = (torch.arange(4 * rows, device=device) % 3).view(rows, 4)[:, ::2]
     order = module.expert_sort(ids, 3, backend="triton")
     expected = module.expert_sort(ids, 3, backend="reference")
-    for one, other in zip(parts(order), parts(expected), strict=True):
-        assert torch.equal(one, other)
-    assert seen == [True] * (rows > 0)
+    assert_all_same_bits(parts(order), parts(expected))
+    assert seen == [[True]] * (rows > 0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,15 +127,9 @@ def test_the_most_experts(module, device):
 
 @pytest.mark.sees_defect("padding each expert to whole blocks waits for the device once per expert")
 def test_tile_rows_follow_the_mean_and_never_the_routing(module, device):
-    assert [module.tile_rows_for(rows, 8) for rows in (0, 128, 129, 192, 193, 384, 385)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        64,
-        128,
-    ]
+    most_rows = {16: (0, 128), 32: (129, 192), 64: (193, 384), 128: (385,)}
+    for expected, rows in most_rows.items():
+        assert {module.tile_rows_for(one, 8) for one in rows} == {expected}
     shapes = {
         tuple(part.shape for part in parts(module.expert_sort(torch.full((50, 2), e), 4)))
         for e in (-1, 0, 3)
@@ -156,8 +146,7 @@ def test_compiles_without_a_graph_break(module, device, dynamic):
 
     for tokens in (7, 9):
         ids = torch.randint(0, 5, (tokens, 2), device=device)
-        found, expected = parts(compiled(ids)), parts(module.expert_sort(ids, 5))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert_all_same_bits(parts(compiled(ids)), parts(module.expert_sort(ids, 5)))
 
 
 @pytest.mark.parametrize(
@@ -274,12 +263,7 @@ def test_strided_and_empty(over_rows, device, path):
 
 def test_backward_twice_is_right_and_second_order_raises(over_rows, device):
     leaf = torch.randn(3, 8, device=device, requires_grad=True)
-    y = over_rows.glu(leaf).sum()
-    (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(y, leaf, create_graph=True)
-    assert_same_bits(first, second)
-    with pytest.raises(RuntimeError):
-        second.sum().backward()
+    assert_first_order_alone(over_rows.glu(leaf), leaf)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -118,8 +118,8 @@ for arch in (80, 90):
 """
 
 
-def run_compiling(*arguments: str, **variables: str) -> None:
-    """Python in a process of its own, which succeeds and compiles.
+def run_compiling(*arguments: str, **variables: str) -> str:
+    """What Python prints in a process of its own, which succeeds and compiles.
 
     Where kernels were interpreted, none can be compiled any more.
     """
@@ -128,6 +128,7 @@ def run_compiling(*arguments: str, **variables: str) -> None:
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_compiled_once_and_kept(kernel, repo_id, device, tmp_path) -> None:
