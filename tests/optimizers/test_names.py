@@ -26,6 +26,9 @@ def test_rates_of_adamw_groups(opt) -> None:
     assert rates(opt.Muon(groups, 2e-3)) == [2e-3, 2e-3]
     assert rates(opt.Muon(groups, 2e-3, adamw_lr=1e-4)) == [2e-3, 1e-4]
     assert rates(opt.MuonAdamW(groups, 0.02, adamw_lr=3e-3)) == [0.02, 3e-3]
+    without_a_mark = opt.MuonAdamW(parameters([(4, 3), (3,)]), 0.02, adamw_lr=3e-3)
+    assert rates(without_a_mark) == [0.02, 3e-3]
+    assert [group["kind"] for group in without_a_mark.param_groups] == ["muon", "adamw"]
     with pytest.raises(ValueError, match=r"group 1: lr must be given for kind 'adamw'.* adamw_lr"):
         opt.MuonAdamW(groups, 0.02)
 
@@ -46,24 +49,19 @@ def test_schedulers_of_transformers_find_a_rate(opt) -> None:
 
 
 def test_no_scaling_is_a_word_and_none_is_torchs(opt) -> None:
-    (param,) = parameters([(4, 3)])
-    optimizer = opt.Muon([param], adjust_lr_fn=None)
+    """Version 1 before its release saved None for no scaling, and never for anything else."""
+    optimizer, other = (
+        opt.Muon(parameters([(4, 3)]), adjust_lr_fn=rule) for rule in (None, "none")
+    )
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
     optimizer.param_groups[0]["adjust_lr_fn"] = None  # written later, as by a caller of torch's
     assert optimizer.state_dict()["param_groups"][0]["adjust_lr_fn"] == "original"
-
-
-def test_a_saved_none_is_no_scaling(opt) -> None:
-    """Version 1 before its release saved None for no scaling, and never for anything else."""
-    (param,) = parameters([(4, 3)])
-    optimizer = opt.Muon([param], adjust_lr_fn="none")
-    optimizer.step()
-    saved = optimizer.state_dict()
+    other.step()
+    saved = other.state_dict()
     assert saved["param_groups"][0]["adjust_lr_fn"] == "none"
     saved["param_groups"][0]["adjust_lr_fn"] = None
-    other = opt.Muon(parameters([(4, 3)]))
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["adjust_lr_fn"] == "none"
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +128,9 @@ def test_a_clip_config_that_matches_nothing_is_said(opt, said) -> None:
         assert len(said("QK-clip needs names such as")) == expected
 
 
+SHAPES = [(6, 4), (4, 6), (5,)]
+
+
 def kinds_of(params, **options):
     return [
         {"kind": "muon", "params": params[:2], "lr": 0.05, "weight_decay": 0.1, **options},
@@ -137,38 +138,31 @@ def kinds_of(params, **options):
     ]
 
 
-SHAPES = [(6, 4), (4, 6), (5,)]
-
-
-def trained(opt, device, make) -> list[torch.Tensor]:
-    params = parameters(SHAPES, device=device)
-    optimizer = make(kinds_of(params))
-    assert isinstance(optimizer, opt.MuonAdamW)
-    train(optimizer, params, 4)
-    return values(params)
-
-
 @pytest.mark.sees_defect("two classes whose logic drifted apart")
-def test_dist_muon_adamw_with_one_rank(opt, device) -> None:
+def test_an_initialised_group_of_one_rank_changes_nothing(opt, device, request) -> None:
     """One class, so that the rule cannot drift apart; closures and empty groups too."""
-    plain = trained(opt, device, opt.MuonAdamW)
-    assert_all_same_bits(plain, trained(opt, device, opt.DistMuonAdamW))
+
+    def trained(make) -> list[torch.Tensor]:
+        params = parameters(SHAPES, device=device)
+        optimizer = make(kinds_of(params))
+        assert isinstance(optimizer, opt.MuonAdamW)
+        train(optimizer, params, 4)
+        return values(params)
+
+    plain = trained(opt.MuonAdamW)
+    assert_all_same_bits(plain, trained(opt.DistMuonAdamW))
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": [], "lr": 0.1}])
     assert optimizer.step(lambda: 3.0) == 3.0
-
-
-def test_an_initialised_group_changes_nothing(opt, device, one_rank) -> None:
+    one_rank = request.getfixturevalue("one_rank")
     assert distributed.is_initialized()
-    plain = trained(opt, device, opt.MuonAdamW)
-    ways = [
+    for make in (
         opt.DistMuonAdamW,
         lambda g: opt.DistMuonAdamW(g, one_rank),
         lambda g: opt.DistMuonAdamW(g, process_group=one_rank),
         lambda g: opt.MuonAdamW(g, gradients="unreduced"),
         lambda g: opt.MuonAdamW(g, gradients="unreduced", process_group=one_rank),
-    ]
-    for make in ways:
-        assert_all_same_bits(plain, trained(opt, device, make))
+    ):
+        assert_all_same_bits(plain, trained(make))
 
 
 def test_wrong_distribution_arguments(opt, one_rank) -> None:
@@ -259,24 +253,13 @@ def documented_arguments(docstring: str) -> set[str]:
     return {name for head in heads for name in head.split(", ")}
 
 
+DOCUMENTED = ["Muon", "Muon.step", "MuonAdamW", "DistMuonAdamW", "default_is_muon"]
+DOCUMENTED += ["get_default_muon_param_groups", "save_optimizer", "load_optimizer"]
+DOCUMENTED += ["save_optimizer_async", "convert_state_dict", "profile_steps", "ProfileCallback"]
+
+
 @pytest.mark.sees_defect("the documentation lists arguments that do not exist")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Muon",
-        "Muon.step",
-        "MuonAdamW",
-        "DistMuonAdamW",
-        "default_is_muon",
-        "get_default_muon_param_groups",
-        "save_optimizer",
-        "load_optimizer",
-        "save_optimizer_async",
-        "convert_state_dict",
-        "profile_steps",
-        "ProfileCallback",
-    ],
-)
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented_arguments_are_the_arguments(opt, name) -> None:
     subject = operator.attrgetter(name)(opt)
     arguments = set(inspect.signature(subject).parameters) - {"self"}

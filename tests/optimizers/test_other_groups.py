@@ -23,11 +23,7 @@ from ._steps import (
 )
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-EMA = {
-    "momentum_form": "ema",
-    "adjust_lr_fn": "original",
-    "rows": [KELLER_JORDAN] * 5,
-}
+EMA = {"momentum_form": "ema", "adjust_lr_fn": "original", "rows": [KELLER_JORDAN] * 5}
 
 
 def kinds(optimizer) -> list[tuple[bool, int]]:
@@ -147,10 +143,7 @@ def test_fused_projections_of_names_are_split(opt, said, device, caplog) -> None
     for told in ({"use_muon": True}, {"num_heads": 1}, {"transposed": True}):
         kept = opt.Muon([{"params": named[:1], **told}])
         assert kept.param_groups[0]["split_sizes"] is None
-
-
-def test_columns_of_names_are_split(opt) -> None:
-    """Where the caller says that matrices are (in, out)."""
+    # Columns, where the caller says that matrices are (in, out)
     named = fused(("h.0.attn.c_attn.weight", (4, 12)), ("h.0.mlp.c_fc.weight", (4, 16)))
     (group,) = opt.Muon(named, transposed=True).param_groups
     assert group["split_sizes"] == {"h.0.attn.c_attn.weight": (4, 4, 4)}
@@ -194,14 +187,6 @@ def test_later_groups_without_a_mark(opt, device, said) -> None:
     assert len(said("go by shape")) == 1
     optimizer.step()
     assert not any(torch.equal(old, p.detach()) for old, p in zip(before, later, strict=True))
-
-
-def test_groups_of_muon_adamw_without_a_mark(opt) -> None:
-    optimizer = opt.MuonAdamW(parameters([(4, 3), (3,)]), 0.02, adamw_lr=1e-3)
-    assert [(g["kind"], g["lr"]) for g in optimizer.param_groups] == [
-        ("muon", 0.02),
-        ("adamw", 1e-3),
-    ]
 
 
 def test_zero_redundancy_optimizer(opt, one_rank) -> None:

@@ -399,23 +399,18 @@ def test_a_first_step_at_rate_zero_with_gradients_is_a_step(opt, device) -> None
     assert_all_same_bits(params, before)
 
 
-def test_a_second_step_of_zeros_is_counted(opt, device) -> None:
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_a_second_step_of_zeros_is_counted(opt, device, none_grad) -> None:
+    """And one of zeros drops gradients where steps do."""
     params = parameters([(4, 6), (5,)], device=device)
-    groups = [{"kind": "adamw", "params": params, "lr": 0.0}]
-    optimizer = opt.MuonAdamW(groups)
+    group = {"kind": "adamw", "params": params, "lr": 0.0, "none_grad": none_grad}
+    optimizer = opt.MuonAdamW([group])
     for steps in (0, 1):
         for param in params:
             param.grad = torch.zeros_like(param)
         optimizer.step()
         assert optimizer.state[params[0]]["step"] == steps
-    assert all(param.grad is not None for param in params)
-
-
-def test_a_step_of_zeros_drops_gradients_where_steps_do(opt, device) -> None:
-    (param,) = parameters([(4, 6)], device=device)
-    param.grad = torch.zeros_like(param)
-    opt.Muon([param], lr=0.0, none_grad=True).step()
-    assert param.grad is None
+        assert all((param.grad is None) == none_grad for param in params)
 
 
 WRAPPED = ["module.", "_orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module."]
