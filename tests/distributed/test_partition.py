@@ -129,10 +129,14 @@ def watched(opt) -> Iterator[SimpleNamespace]:
 
 
 def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
+    params, arguments = plain_params(), {}
     if texts is None:
-        params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
+        arguments = {"process_group": distributed.group.WORLD}
+    elif mesh_shape == "strided":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
+        params = placed(params, mesh, *texts)
     else:
-        params, arguments = placed(plain_params(), mesh_of(mesh_shape), *texts), {}
+        params = placed(params, mesh_of(mesh_shape), *texts)
     optimizer = opt.Muon(params, **arguments)
     with watched(opt) as watch:
         advance(optimizer, params, 0, 1)
@@ -158,24 +162,14 @@ def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
     assert calls["all_reduce"] == 2  # whether all have the same gradients
 
 
-def strided_group(opt) -> int:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
-    params = placed(plain_params(), mesh, "S0")
-    optimizer = opt.Muon(params)
-    with watched(opt) as watch:
-        advance(optimizer, params, 0)
-    assert_as_alone(opt, params, 1)
-    return watch.matrices
-
-
 @pytest.mark.sees_defect(
     "the owner is a global rank modulo the group's size: a strided group uses half its ranks"
 )
 def test_every_rank_of_a_strided_group_owns_something(ranks) -> None:
     """Ranks 0 and 2 of four are numbers 0 and 1 of their group."""
-    counts = ranks(4).run(strided_group)
-    assert [counts[0] + counts[2], counts[1] + counts[3]] == [len(SHAPES)] * 2
-    assert min(counts) >= 2
+    counts = [matrices for matrices, _ in ranks(4).run(split_work, "strided", ("S0",))]
+    assert [counts[0] + counts[2], counts[1] + counts[3]] == [2 * len(SHAPES)] * 2
+    assert min(counts) >= 4
 
 
 @on_ranks(2)
