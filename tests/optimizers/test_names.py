@@ -84,27 +84,25 @@ def test_coefficients(opt, device, coefficients) -> None:
 @pytest.mark.sees_defect("learning-rate modes of different packages are compared unaligned")
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 def test_torchs_arguments_give_torchs_update(opt, device, adjust_lr_fn) -> None:
-    """Every argument of torch.optim.Muon by its name, against its bfloat16 iteration.
+    """Every argument of torch.optim.Muon by its name, or in its group, against its update.
 
     With nesterov=False and bfloat16 parameters torch 2.13 overwrites its momentum, so the
     comparison is made where torch is right. Its bfloat16 iterates err by 1 to 6 % of the update; a
     wrong scale, sign or decay would err by far more than 10 %.
     """
-    shapes = [(32, 64), (64, 32)]
-    ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
+    ours, grouped, theirs = (parameters([(32, 64), (64, 32)], device=device) for _ in range(3))
     before = values(ours)
-    options = {
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "momentum": 0.9,
-        "nesterov": True,
-        "ns_coefficients": (3.4445, -4.7750, 2.0315),
-        "eps": 1e-7,
-        "ns_steps": 5,
-        "adjust_lr_fn": adjust_lr_fn,
-    }
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
+    options |= {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5}
+    options["adjust_lr_fn"] = adjust_lr_fn
+    of_torch = torch.optim.Muon(theirs, **options)
+    (group,) = of_torch.param_groups
+    by_group = opt.Muon([{**group, "params": grouped}], dtype=torch.float32)
+    assert by_group.param_groups[0]["adjust_lr_fn"] == (adjust_lr_fn or "original")
     train(opt.Muon(ours, dtype=torch.float32, **options), ours, 3)
-    train(torch.optim.Muon(theirs, **options), theirs, 3)
+    train(by_group, grouped, 3)
+    train(of_torch, theirs, 3)
+    assert_all_same_bits(ours, grouped)
     for mine, other, start in zip(ours, theirs, before, strict=True):
         assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
 

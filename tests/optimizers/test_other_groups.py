@@ -372,16 +372,6 @@ def test_dions_groups(opt, key) -> None:
     assert_three_steps(opt, optimizer, params, {**rule, "rows": rows})
 
 
-def test_torchs_groups(opt) -> None:
-    """Groups of torch.optim.Muon hold all of its options; its update, in float64."""
-    params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
-    theirs = torch.optim.Muon([nn.Parameter(p.detach().clone()) for p in params], lr=0.02)
-    (group,) = theirs.param_groups
-    optimizer = opt.Muon([{**group, "params": params}])
-    assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
-    assert_three_steps(opt, optimizer, params, {"lr": 0.02, **EMA})
-
-
 def test_empty_groups_load_through_distributed_checkpoint(opt) -> None:
     """A model with a tied head and no biases has nothing for AdamW with decay."""
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
