@@ -10,8 +10,17 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._infos import SCHEDULERS, LeastSquares, make
-from ._steps import CLASSES, both, marked, new_gradients, parameters, values
+from ._steps import (
+    CLASSES,
+    SCHEDULERS,
+    LeastSquares,
+    both,
+    make,
+    marked,
+    new_gradients,
+    parameters,
+    values,
+)
 
 
 class NoHostReads(TorchDispatchMode):

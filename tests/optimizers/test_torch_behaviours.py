@@ -10,8 +10,7 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
-from ._infos import LeastSquares, by_input, make
-from ._steps import CLASSES, parameters, train, values
+from ._steps import CLASSES, LeastSquares, by_input, make, parameters, train, values
 from .test_state import through_memory
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
