@@ -99,14 +99,10 @@ def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing
     assert module._missing(here, sets_backend=True).startswith("torch too old")
 
 
-def one_exchange(policy: Any, size: int) -> Any:
-    counts = [size, size]
-    return policy.Sizes.of([[(counts, counts)]] * 2)
-
-
 def test_what_auto_predicts(opt) -> None:
     policy = module_of(opt, "distributed.choose_transport")
-    sizes = one_exchange(policy, 304 * 10**6)  # one of two parts leaves: 1 ms
+    counts = [304 * 10**6] * 2  # one of two parts leaves: 1 ms
+    sizes = policy.Sizes.of([[(counts, counts)]] * 2)
     assert policy.why_not_auto(sizes, 10.0, 8) is None
     assert policy.why_not_auto(sizes, 1.0, 8).startswith("duty above crossover: ")
     assert policy.why_not_auto(sizes, 10.0, 2).startswith("nothing to overlap")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ._cases import bits, held_like, local, placed_like, whole
+from ._cases import bits, device, held_like, local, placed_like, whole
 from ._ranks import on_ranks, same_everywhere
 from .test_partition import (
     advance,
@@ -136,20 +136,18 @@ def test_offload_of_a_part_of_the_state_is_refused(opt: Any) -> Any:
     return message
 
 
-def full_state(opt: Any) -> list[str]:
-    """Which matrices have momentum in what torch calls the full state of unreduced gradients."""
+@on_ranks(2)
+def test_the_full_state_of_unreduced_gradients_is_that_of_owners(opt: Any) -> None:
+    """As communication.md says: each matrix on one rank, so that no rank has the whole."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 8, bias=False) for name in "abcd"})
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": model.parameters(), "lr": 0.1}])
     options = StateDictOptions(full_state_dict=True)
     found = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    return [name for name, state in found.items() if "momentum_buffer" in state]
-
-
-def test_the_full_state_of_unreduced_gradients_is_that_of_owners(ranks) -> None:
-    """As communication.md says: each matrix on one rank, so that no rank has the whole."""
-    owned = ranks(2).run(full_state)
-    assert sorted(owned[0] + owned[1]) == [f"{name}.weight" for name in "abcd"]
-    assert all(owned)
+    owned = torch.tensor(["momentum_buffer" in found[f"{name}.weight"] for name in "abcd"]).int()
+    owned = owned.to(device())
+    assert owned.any()
+    distributed.all_reduce(owned)
+    assert owned.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])

@@ -266,27 +266,24 @@ def test_ranks_agree_on_what_symmetric_memory_joins(fused, monkeypatch, other, r
     assert found is None if reason is None else reason in found
 
 
-def test_a_rank_that_cannot_join_tells_the_others(fused, monkeypatch) -> None:
+@pytest.mark.parametrize("step", ["allocate", "join"])
+def test_a_rank_that_cannot_join_tells_the_others(fused, monkeypatch, step) -> None:
+    """And nobody joins unless all could allocate."""
+    joined = []
+
     def refused(*_):
         raise RuntimeError("no peer access\nand more")
 
-    here = prepared(fused, monkeypatch, join=refused)
+    options = {"join": lambda *_: joined.append(1), step: refused}
+    here = prepared(fused, monkeypatch, **options)
     assert here.endswith("on rank 0 of the group: RuntimeError: no peer access")
-    there = prepared(fused, monkeypatch, failures=(None, "RuntimeError: no fabric"))
+    options[step], failed = None, "RuntimeError: no fabric"
+    options |= {"failures": (failed,) if step == "allocate" else (None, failed)}
+    there = prepared(fused, monkeypatch, **options)
     assert there.endswith("on rank 1 of the group: RuntimeError: no fabric")
-
-
-def test_nobody_joins_unless_all_could_allocate(fused, monkeypatch) -> None:
-    def full(*_):
-        raise torch.OutOfMemoryError("all is used")
-
-    joined = []
-    here = prepared(fused, monkeypatch, allocate=full, join=lambda *_: joined.append(1))
-    assert here.endswith("on rank 0 of the group: OutOfMemoryError: all is used")
-    failures = ("OutOfMemoryError: all is used",)
-    there = prepared(fused, monkeypatch, failures=failures, join=lambda *_: joined.append(1))
-    assert there.endswith("on rank 1 of the group: OutOfMemoryError: all is used")
-    assert not joined and not fused.symmetric_memory._group_name_to_workspace_tensor
+    assert not joined
+    workspaces = fused.symmetric_memory._group_name_to_workspace_tensor
+    assert not workspaces or step == "join"
 
 
 def test_reasons_are_counted_and_said_once(report, dispatch, caplog) -> None:
