@@ -316,15 +316,8 @@ def test_keller_jordans_groups(opt) -> None:
         ValueError, match=r"'betas', .* adamw_betas.*='original', .*'keller_jordan'"
     ):
         opt.Muon(groups)
-    optimizer = opt.Muon(
-        groups,
-        adjust_lr_fn="original",
-        ns_coefficients="keller_jordan",
-        weight_decay=0.0,
-        adamw_lr=3e-4,
-        adamw_eps=1e-10,
-        lr=0.02,
-    )
+    line = {"adjust_lr_fn": "original", "ns_coefficients": "keller_jordan", "weight_decay": 0.0}
+    optimizer = opt.Muon(groups, lr=0.02, adamw_lr=3e-4, adamw_eps=1e-10, **line)
     rule = {"lr": 0.05, "weight_decay": 0.01, "momentum": 0.9, **EMA}
     adamw = {"lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01}
     assert_three_steps(opt, optimizer, params, rule, **adamw)
