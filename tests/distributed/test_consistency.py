@@ -374,10 +374,9 @@ def test_the_question_is_the_one_exchange_that_was_there(opt, held, small, per_c
 @pytest.mark.parametrize("held", HELD)
 @on_ranks(2)
 def test_a_rate_in_a_tensor_is_compared_without_reading_it(opt, held) -> None:
-    module, original = module_of(opt, "optimizers.sharded.consistency"), None
-    rate, found = torch.tensor(0.1), []
+    module = module_of(opt, "optimizers.sharded.consistency")
+    rate, found, asked = torch.tensor(0.1), [], []
     original = module.on_device
-    asked = []
 
     def on_device(tensors, device):
         asked.append(len(tensors))

@@ -11,15 +11,7 @@ from torch import distributed
 
 from ._ranks import on_ranks
 from .test_consistency import here
-from .test_partition import (
-    give,
-    gradients,
-    messages_of,
-    module_of,
-    outcome,
-    plain_params,
-    watched,
-)
+from .test_partition import give, gradients, messages_of, module_of, outcome, plain_params, watched
 
 pytestmark = pytest.mark.dist
 
