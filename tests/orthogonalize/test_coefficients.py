@@ -241,6 +241,11 @@ def test_bad_count(restarts, tables, count) -> None:
         restarts.restart_positions(tables["nanochat"], HALF, count)
 
 
+def test_unstable_count_raises(restarts, opt) -> None:
+    with pytest.raises(ValueError, match="unstable"):
+        restarts.restart_positions(opt.polar_express_coefficients(10), torch.bfloat16, 1)
+
+
 def derive(*arguments: str, tool: str = "derive_coefficients") -> subprocess.CompletedProcess:
     tool = ROOT / "tools" / f"{tool}.py"
     return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True)
