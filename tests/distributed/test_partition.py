@@ -349,7 +349,10 @@ def test_chunks_are_equal(load_balance) -> None:
 UNEVEN = [(96, 96)] + [(8, 8)] * 12
 
 
-def owners_of_shapes(opt, gradients_are: str) -> list[int]:
+@pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
+@on_ranks(2)
+def test_owners_go_by_predicted_time(opt, gradients_are) -> None:
+    """Small matrices take far longer than their operations say."""
     params = plain_params(UNEVEN)
     arguments = {"process_group": distributed.group.WORLD, "gradients": gradients_are}
     optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}], **arguments)
@@ -358,19 +361,12 @@ def owners_of_shapes(opt, gradients_are: str) -> list[int]:
     chunks = [c for of_group in optimizer._plan.shared.chunks for c in of_group]
     wholes = [getattr(chunk, "whole", chunk) for chunk in chunks]
     owner = {m.param: o for c in wholes for m, o in zip(c.members, c.owners, strict=True)}
-    return [owner[param] for param in params]
-
-
-@pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
-def test_owners_go_by_predicted_time(opt, ranks, load_balance, gradients_are) -> None:
-    """Small matrices take far longer than their operations say."""
-    choose = module_of(opt, "orthogonalize.choose")
-    cpu, everyone = torch.device("cpu"), [(0, 1)] * len(UNEVEN)
-    times = [choose.predicted_ms(*shape, 8, torch.float32, cpu) / 8 for shape in UNEVEN]
-    expected = load_balance.assign(times, everyone, 2)
-    operations = [float(m * m * n) for m, n in UNEVEN]
-    assert expected != load_balance.assign(operations, everyone, 2)
-    assert tuple(same_everywhere(ranks(2).run(owners_of_shapes, gradients_are))) == expected
+    predicted_ms = module_of(opt, "orthogonalize.choose").predicted_ms
+    assign, everyone = module_of(opt, "distributed.load_balance").assign, [(0, 1)] * len(UNEVEN)
+    times = [predicted_ms(*shape, 8, torch.float32, torch.device("cpu")) / 8 for shape in UNEVEN]
+    expected = assign(times, everyone, 2)
+    assert expected != assign([float(m * m * n) for m, n in UNEVEN], everyone, 2)
+    assert tuple(owner[param] for param in params) == expected
 
 
 def chunk(number, log, later=0):
