@@ -105,14 +105,7 @@ class Ranks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(
-    rank: int,
-    pipe: Any,
-    world: int,
-    folder: str,
-    device: str,
-    timeout: timedelta,
-) -> None:
+def _serve(rank: int, pipe: Any, world: int, folder: str, device: str, timeout: timedelta) -> None:
     import torch
     from torch import distributed
 

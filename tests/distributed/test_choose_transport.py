@@ -99,14 +99,10 @@ def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing
     assert module._missing(here, sets_backend=True).startswith("torch too old")
 
 
-def one_exchange(policy: Any, size: int) -> Any:
-    counts = [size, size]
-    return policy.Sizes.of([[(counts, counts)]] * 2)
-
-
 def test_what_auto_predicts(opt) -> None:
     policy = module_of(opt, "distributed.choose_transport")
-    sizes = one_exchange(policy, 304 * 10**6)  # one of two parts leaves: 1 ms
+    counts = [304 * 10**6] * 2  # one of two parts leaves: 1 ms
+    sizes = policy.Sizes.of([[(counts, counts)]] * 2)
     assert policy.why_not_auto(sizes, 10.0, 8) is None
     assert policy.why_not_auto(sizes, 1.0, 8).startswith("duty above crossover: ")
     assert policy.why_not_auto(sizes, 10.0, 2).startswith("nothing to overlap")
@@ -314,38 +310,30 @@ def what_auto_takes(
     return *chosen, timed[:8] == ["p2p"] * 4 + ["all-to-all"] * 4
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("slow", "chosen"),
-    [
-        ({0: "all-to-all"}, "p2p"),
-        ({0: "p2p"}, "gloo"),
-        ({0: "all-to-all", 1: "p2p"}, "p2p"),
-        ({0: "p2p", 1: "all-to-all"}, "gloo"),
-    ],
+# Slow transports by rank, options, bytes per second of the link -> what is taken, and why.
+CALIBRATED, BELOW = (
+    r"calibration: \S+ ms by p2p, \S+ ms by gloo",
+    "below min_bytes: no message has .*",
 )
-def test_auto_takes_what_was_measured_to_be_faster(ranks, slow, chosen) -> None:
-    """By rank 0's clock, for all ranks; the report has what it read."""
-    found, reason, calibrated = same_everywhere(ranks(2).run(what_auto_takes, slow, {}))
-    assert found == chosen and calibrated
-    assert re.fullmatch(r"calibration: \S+ ms by p2p, \S+ ms by gloo", reason)
+AUTO = [
+    ({0: "all-to-all"}, {}, 1e15, "p2p", CALIBRATED),
+    ({0: "p2p"}, {}, 1e15, "gloo", CALIBRATED),
+    ({0: "all-to-all", 1: "p2p"}, {}, 1e15, "p2p", CALIBRATED),
+    ({0: "p2p", 1: "all-to-all"}, {}, 1e15, "gloo", CALIBRATED),
+]
+for _strict in (False, True):  # what would not pay is a choice, so that nothing raises
+    AUTO.append(({}, {"strict": _strict}, 1.0, "gloo", "duty above crossover: transfers are .*"))
+    AUTO.append(({}, {"strict": _strict, "min_bytes": 2**40}, 1e15, "gloo", BELOW))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({}, "duty above crossover: transfers are predicted at "),
-        ({"min_bytes": 2**40}, "below min_bytes: no message has 1099511627776 bytes"),
-    ],
-)
-@pytest.mark.parametrize("strict", [False, True])
-def test_auto_predicts_before_it_measures(ranks, config, reason, strict) -> None:
-    """What would not pay is a choice, so that nothing raises under strict; the report says why."""
-    link_rate = 1e15 if config else 1.0  # bytes per second
-    found = ranks(2).run(what_auto_takes, {}, {**config, "strict": strict}, link_rate)
-    chosen, said, calibrated = same_everywhere(found)
-    assert chosen == "gloo" and not calibrated and said.startswith(reason)
+@pytest.mark.parametrize(("slow", "config", "link_rate", "chosen", "reason"), AUTO)
+def test_auto_predicts_and_then_measures(ranks, slow, config, link_rate, chosen, reason) -> None:
+    """By rank 0's clock, for all ranks; the report says why, with what was read."""
+    found = ranks(2).run(what_auto_takes, slow, config, link_rate)
+    taken, said, calibrated = same_everywhere(found)
+    assert taken == chosen and calibrated == bool(slow)
+    assert re.fullmatch(reason, said)
 
 
 @pytest.mark.dist

@@ -245,51 +245,40 @@ def test_options_that_differ_from_the_start_are_named_on_every_rank(opt, held, w
             assert f"chunk_size (here {2 if faulty else -1})" in message
 
 
-def changed_midway(opt, held: str, changes: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Per option that one rank changes before the second step, the outcomes of all steps.
-
-    Such as "0 lr": in group 0.
-    """
-    found = {}
-    for case, value in changes.items():
-        optimizer, params = made(opt, held)
-        found[case] = []
-        for step in range(steps):
-            give(held, params, step)
-            if step == 1 and here()[0] == FAULTY:
-                group, name = optimizer.param_groups[int(case[0])], case.split()[-1]
-                assert name in group
-                group[name] = value
-            found[case].append(outcome(optimizer, params))
-    return found
-
-
-@pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "on a device"])
+@pytest.mark.parametrize("held", HELD)
 @on_ranks(2)
-def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(opt, held) -> None:
+def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(
+    opt, held, later
+) -> None:
+    """On a device by the step after it: the one that differs is queued, and no other one then.
+
+    Such as "0 lr": before the second step rank 1 changes it in group 0.
+    """
     changes = {f"0 {name}": value for name, value in MUON.items() if name != "momentum_dtype"}
     changes |= {"0 no beta2": None, "0 Tensor lr": torch.tensor(0.2)}
     changes |= {f"1 {name}": value for name, value in ADAMW.items()}
-    for case, steps in changed_midway(opt, held, changes, 3).items():
-        assert steps[0] == ("none", True)
-        for message, written in steps[1:]:
-            assert f"{case.split()[-1]} (here " in message, case
-            assert not written, case
-
-
-@pytest.mark.parametrize("held", HELD)
-@on_ranks(2)
-def test_on_a_device_the_next_step_writes_nothing(opt, held) -> None:
-    """The step that differs is queued, and no other one until state is loaded."""
-    changes = {"0 lr": 0.2, "0 momentum": 0.9, "0 beta2": 0.9, "0 ns_steps": 3, "1 eps": 1e-6}
-    with pytest.MonkeyPatch.context() as patch:
-        answers_that_come_later(opt, patch)
-        found = changed_midway(opt, held, changes, 4)
-    for case, steps in found.items():
-        assert steps[:2] == [("none", True)] * 2
-        assert f"{case.split()[-1]} (here " in steps[2][0]
-        assert "an earlier step failed midway" in steps[3][0]
-        assert not steps[2][1] and not steps[3][1]
+    if later:
+        changes = {"0 lr": 0.2, "0 momentum": 0.9, "0 beta2": 0.9, "0 ns_steps": 3, "1 eps": 1e-6}
+    for case, value in changes.items():
+        optimizer, params = made(opt, held)
+        steps = []
+        with pytest.MonkeyPatch.context() as patch:
+            if later:
+                answers_that_come_later(opt, patch)
+            for step in range(3 + later):
+                give(held, params, step)
+                if step == 1 and here()[0] == FAULTY:
+                    group, name = optimizer.param_groups[int(case[0])], case.split()[-1]
+                    assert name in group
+                    group[name] = value
+                steps.append(outcome(optimizer, params))
+        good, (named, last) = steps[:-2], steps[-2:]
+        said = f"{case.split()[-1]} (here "
+        assert good == [("none", True)] * (1 + later), case
+        assert said in named[0] and not named[1], case
+        assert ("an earlier step failed midway" if later else said) in last[0], case
+        assert not last[1], case
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -385,10 +374,9 @@ def test_the_question_is_the_one_exchange_that_was_there(opt, held, small, per_c
 @pytest.mark.parametrize("held", HELD)
 @on_ranks(2)
 def test_a_rate_in_a_tensor_is_compared_without_reading_it(opt, held) -> None:
-    module, original = module_of(opt, "optimizers.sharded.consistency"), None
-    rate, found = torch.tensor(0.1), []
+    module = module_of(opt, "optimizers.sharded.consistency")
+    rate, found, asked = torch.tensor(0.1), [], []
     original = module.on_device
-    asked = []
 
     def on_device(tensors, device):
         asked.append(len(tensors))

@@ -136,12 +136,8 @@ def test_statistics_wider_than_what_travels_are_refused(opt: Any, held, narrow) 
 
 
 FAULTY = 1
-
-
 # How parameters are held -> (ranks, which call of the faulty rank's iteration fails).
 HELD = {"FSDP2": (3, 2), "HSDP": (4, 1), "unreduced": (3, 1)}
-
-
 FEW_SHAPES = [(64, 32), (32, 64), (64, 32), (96, 96), (64, 32), (33, 65)]
 
 

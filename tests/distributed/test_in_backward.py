@@ -88,12 +88,7 @@ def two_of(opt: Any, **options: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
 
 
 def trained(
-    opt: Any,
-    backwards: int,
-    passes: int,
-    to_none: bool,
-    pushed: int,
-    silent: tuple[int, ...] = (),
+    opt: Any, backwards: int, passes: int, to_none: bool, pushed: int, silent: tuple[int, ...] = ()
 ) -> None:
     """Some steps, bit for bit as with gradients that are packed in the step."""
 

@@ -410,12 +410,7 @@ def resume(ranks, world: int, corpus: Path, parts: Path, *options: object) -> di
     ("name", "options"), [("Muon", ()), ("MuonAdamW", ("--async-save",))], ids=["now", "background"]
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(
-    ranks,
-    corpus,
-    runs,
-    name,
-    options,
-    tmp_path,
+    ranks, corpus, runs, name, options, tmp_path
 ) -> None:
     """A signal to one rank stops both after the same step; half a checkpoint counts for none."""
     whole, parts = runs(name, *options)

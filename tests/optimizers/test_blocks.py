@@ -70,27 +70,26 @@ def test_cuts_equal_separate_parameters(opt, device, shape, options, pieces, kep
     "return last >= 0 and key in name",
 )
 @pytest.mark.parametrize(
-    "name", ["mlp.shared_experts.w1", "mlp.experts_gate.w1", "experts_w1", "my.expert.w"]
-)
-def test_expert_keys_match_whole_components_only(opt, device, name) -> None:
-    (param,) = parameters([(3, 4, 5)], device=device)
-    with pytest.raises(ValueError, match=r"shape \(3, 4, 5\) is 3-D; .*flatten"):
-        opt.Muon([{"params": [(name, param)], "use_muon": True}], expert_keys=["experts"])
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
+    ("name", "key", "found"),
     [
-        ("layers.0.mlp.experts.w1", "experts"),
-        ("_orig_mod.layers.0._checkpoint_wrapped_module.experts", "experts"),
-        ("layers.0.moe.experts.w1", "moe.experts"),
+        ("layers.0.mlp.experts.w1", "experts", True),
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.experts", "experts", True),
+        ("layers.0.moe.experts.w1", "moe.experts", True),
+        ("mlp.shared_experts.w1", "experts", False),
+        ("mlp.experts_gate.w1", "experts", False),
+        ("experts_w1", "experts", False),
+        ("my.expert.w", "experts", False),
     ],
 )
-def test_expert_keys_find_components(opt, device, name, key) -> None:
+def test_expert_keys_match_whole_components(opt, device, name, key, found) -> None:
+    """The group before is empty, as that of a pipeline stage that holds no layers."""
     (param,) = parameters([(3, 4, 5)], device=device)
-    optimizer = opt.MuonAdamW(
-        [{"kind": "muon", "params": [(name, param)], "lr": 0.1, "expert_keys": [key]}]
-    )
+    groups = [{"params": of, "use_muon": True} for of in ([], [(name, param)])]
+    if not found:
+        with pytest.raises(ValueError, match=r"shape \(3, 4, 5\) is 3-D; .*flatten"):
+            opt.Muon(groups, expert_keys=[key])
+        return
+    optimizer = opt.Muon(groups, expert_keys=[key], beta2=0.9)
     optimizer.step()
     assert optimizer.state[param]["second_momentum_buffer"].shape == (3, 1, 5)
 
@@ -254,13 +253,6 @@ def test_an_expert_key_that_names_nothing_is_said(
     optimizer = opt.Muon([("w", plain)])
     optimizer.add_param_group({"params": [("v", other)], "use_muon": True, "expert_keys": keys})
     assert said(optimizer.step)[-1:] == messages
-
-
-def test_expert_keys_of_an_empty_group_are_accepted(opt, device) -> None:
-    """As those of a pipeline stage that holds no layers."""
-    (param,) = parameters([(4, 4)], device=device)
-    groups = [{"params": [], "use_muon": True, "expert_keys": ["experts"]}]
-    opt.Muon([*groups, {"params": [param], "use_muon": True}]).step()
 
 
 TURNED = ["wide", "tall", "square", "layers.experts.up"]

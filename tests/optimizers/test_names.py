@@ -26,6 +26,9 @@ def test_rates_of_adamw_groups(opt) -> None:
     assert rates(opt.Muon(groups, 2e-3)) == [2e-3, 2e-3]
     assert rates(opt.Muon(groups, 2e-3, adamw_lr=1e-4)) == [2e-3, 1e-4]
     assert rates(opt.MuonAdamW(groups, 0.02, adamw_lr=3e-3)) == [0.02, 3e-3]
+    without_a_mark = opt.MuonAdamW(parameters([(4, 3), (3,)]), 0.02, adamw_lr=3e-3)
+    assert rates(without_a_mark) == [0.02, 3e-3]
+    assert [group["kind"] for group in without_a_mark.param_groups] == ["muon", "adamw"]
     with pytest.raises(ValueError, match=r"group 1: lr must be given for kind 'adamw'.* adamw_lr"):
         opt.MuonAdamW(groups, 0.02)
 
@@ -46,24 +49,19 @@ def test_schedulers_of_transformers_find_a_rate(opt) -> None:
 
 
 def test_no_scaling_is_a_word_and_none_is_torchs(opt) -> None:
-    (param,) = parameters([(4, 3)])
-    optimizer = opt.Muon([param], adjust_lr_fn=None)
+    """Version 1 before its release saved None for no scaling, and never for anything else."""
+    optimizer, other = (
+        opt.Muon(parameters([(4, 3)]), adjust_lr_fn=rule) for rule in (None, "none")
+    )
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
     optimizer.param_groups[0]["adjust_lr_fn"] = None  # written later, as by a caller of torch's
     assert optimizer.state_dict()["param_groups"][0]["adjust_lr_fn"] == "original"
-
-
-def test_a_saved_none_is_no_scaling(opt) -> None:
-    """Version 1 before its release saved None for no scaling, and never for anything else."""
-    (param,) = parameters([(4, 3)])
-    optimizer = opt.Muon([param], adjust_lr_fn="none")
-    optimizer.step()
-    saved = optimizer.state_dict()
+    other.step()
+    saved = other.state_dict()
     assert saved["param_groups"][0]["adjust_lr_fn"] == "none"
     saved["param_groups"][0]["adjust_lr_fn"] = None
-    other = opt.Muon(parameters([(4, 3)]))
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["adjust_lr_fn"] == "none"
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -86,27 +84,25 @@ def test_coefficients(opt, device, coefficients) -> None:
 @pytest.mark.sees_defect("learning-rate modes of different packages are compared unaligned")
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 def test_torchs_arguments_give_torchs_update(opt, device, adjust_lr_fn) -> None:
-    """Every argument of torch.optim.Muon by its name, against its bfloat16 iteration.
+    """Every argument of torch.optim.Muon by its name, or in its group, against its update.
 
     With nesterov=False and bfloat16 parameters torch 2.13 overwrites its momentum, so the
     comparison is made where torch is right. Its bfloat16 iterates err by 1 to 6 % of the update; a
     wrong scale, sign or decay would err by far more than 10 %.
     """
-    shapes = [(32, 64), (64, 32)]
-    ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
+    ours, grouped, theirs = (parameters([(32, 64), (64, 32)], device=device) for _ in range(3))
     before = values(ours)
-    options = {
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "momentum": 0.9,
-        "nesterov": True,
-        "ns_coefficients": (3.4445, -4.7750, 2.0315),
-        "eps": 1e-7,
-        "ns_steps": 5,
-        "adjust_lr_fn": adjust_lr_fn,
-    }
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
+    options |= {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5}
+    options["adjust_lr_fn"] = adjust_lr_fn
+    of_torch = torch.optim.Muon(theirs, **options)
+    (group,) = of_torch.param_groups
+    by_group = opt.Muon([{**group, "params": grouped}], dtype=torch.float32)
+    assert by_group.param_groups[0]["adjust_lr_fn"] == (adjust_lr_fn or "original")
     train(opt.Muon(ours, dtype=torch.float32, **options), ours, 3)
-    train(torch.optim.Muon(theirs, **options), theirs, 3)
+    train(by_group, grouped, 3)
+    train(of_torch, theirs, 3)
+    assert_all_same_bits(ours, grouped)
     for mine, other, start in zip(ours, theirs, before, strict=True):
         assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
 
@@ -130,6 +126,9 @@ def test_a_clip_config_that_matches_nothing_is_said(opt, said) -> None:
         assert len(said("QK-clip needs names such as")) == expected
 
 
+SHAPES = [(6, 4), (4, 6), (5,)]
+
+
 def kinds_of(params, **options):
     return [
         {"kind": "muon", "params": params[:2], "lr": 0.05, "weight_decay": 0.1, **options},
@@ -137,38 +136,31 @@ def kinds_of(params, **options):
     ]
 
 
-SHAPES = [(6, 4), (4, 6), (5,)]
-
-
-def trained(opt, device, make) -> list[torch.Tensor]:
-    params = parameters(SHAPES, device=device)
-    optimizer = make(kinds_of(params))
-    assert isinstance(optimizer, opt.MuonAdamW)
-    train(optimizer, params, 4)
-    return values(params)
-
-
 @pytest.mark.sees_defect("two classes whose logic drifted apart")
-def test_dist_muon_adamw_with_one_rank(opt, device) -> None:
+def test_an_initialised_group_of_one_rank_changes_nothing(opt, device, request) -> None:
     """One class, so that the rule cannot drift apart; closures and empty groups too."""
-    plain = trained(opt, device, opt.MuonAdamW)
-    assert_all_same_bits(plain, trained(opt, device, opt.DistMuonAdamW))
+
+    def trained(make) -> list[torch.Tensor]:
+        params = parameters(SHAPES, device=device)
+        optimizer = make(kinds_of(params))
+        assert isinstance(optimizer, opt.MuonAdamW)
+        train(optimizer, params, 4)
+        return values(params)
+
+    plain = trained(opt.MuonAdamW)
+    assert_all_same_bits(plain, trained(opt.DistMuonAdamW))
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": [], "lr": 0.1}])
     assert optimizer.step(lambda: 3.0) == 3.0
-
-
-def test_an_initialised_group_changes_nothing(opt, device, one_rank) -> None:
+    one_rank = request.getfixturevalue("one_rank")
     assert distributed.is_initialized()
-    plain = trained(opt, device, opt.MuonAdamW)
-    ways = [
+    for make in (
         opt.DistMuonAdamW,
         lambda g: opt.DistMuonAdamW(g, one_rank),
         lambda g: opt.DistMuonAdamW(g, process_group=one_rank),
         lambda g: opt.MuonAdamW(g, gradients="unreduced"),
         lambda g: opt.MuonAdamW(g, gradients="unreduced", process_group=one_rank),
-    ]
-    for make in ways:
-        assert_all_same_bits(plain, trained(opt, device, make))
+    ):
+        assert_all_same_bits(plain, trained(make))
 
 
 def test_wrong_distribution_arguments(opt, one_rank) -> None:
@@ -252,35 +244,19 @@ def test_public_names(opt) -> None:
     assert opt.integrations.checkpoint.load_optimizer is opt.load_optimizer
 
 
-def documented_arguments(docstring: str) -> set[str]:
-    """The names before the colons of the Args section; "a, b: text" counts as two."""
-    section = inspect.cleandoc(docstring).split("Args:\n", 1)[1].split("\n\n", 1)[0]
-    heads = re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
-    return {name for head in heads for name in head.split(", ")}
+DOCUMENTED = ["Muon", "Muon.step", "MuonAdamW", "DistMuonAdamW", "default_is_muon"]
+DOCUMENTED += ["get_default_muon_param_groups", "save_optimizer", "load_optimizer"]
+DOCUMENTED += ["save_optimizer_async", "convert_state_dict", "profile_steps", "ProfileCallback"]
 
 
 @pytest.mark.sees_defect("the documentation lists arguments that do not exist")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Muon",
-        "Muon.step",
-        "MuonAdamW",
-        "DistMuonAdamW",
-        "default_is_muon",
-        "get_default_muon_param_groups",
-        "save_optimizer",
-        "load_optimizer",
-        "save_optimizer_async",
-        "convert_state_dict",
-        "profile_steps",
-        "ProfileCallback",
-    ],
-)
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented_arguments_are_the_arguments(opt, name) -> None:
     subject = operator.attrgetter(name)(opt)
-    arguments = set(inspect.signature(subject).parameters) - {"self"}
-    assert documented_arguments(subject.__doc__) == arguments
+    section = inspect.cleandoc(subject.__doc__).split("Args:\n", 1)[1].split("\n\n", 1)[0]
+    heads = re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)  # "a, b: text" counts as two
+    documented = {name for head in heads for name in head.split(", ")}
+    assert documented == set(inspect.signature(subject).parameters) - {"self"}
 
 
 def test_every_option_of_a_group_is_an_argument_of_muon(opt, submodule) -> None:

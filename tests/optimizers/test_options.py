@@ -190,12 +190,8 @@ def test_a_distributed_config_is_the_only_way_to_its_fields(opt, name) -> None:
             getattr(opt, name)([group], **{option: 1})
     with pytest.raises(TypeError, match="distributed must be a DistributedConfig or None, got 1"):
         getattr(opt, name)([group], distributed=1)
-
-
-def test_what_motif_calls_it_is_not_given_twice(opt) -> None:
-    given = {"distributed": opt.DistributedConfig(), "warmup_step": 3}
     with pytest.raises(ValueError, match="give prefetch in distributed"):
-        opt.Muon(parameters([(4, 3)]), **given)
+        opt.Muon(group["params"], distributed=opt.DistributedConfig(), warmup_step=3)
 
 
 @pytest.mark.parametrize("motif", [False, True], ids=["record", "motif's names"])

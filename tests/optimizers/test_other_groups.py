@@ -23,11 +23,7 @@ from ._steps import (
 )
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-EMA = {
-    "momentum_form": "ema",
-    "adjust_lr_fn": "original",
-    "rows": [KELLER_JORDAN] * 5,
-}
+EMA = {"momentum_form": "ema", "adjust_lr_fn": "original", "rows": [KELLER_JORDAN] * 5}
 
 
 def kinds(optimizer) -> list[tuple[bool, int]]:
@@ -147,10 +143,7 @@ def test_fused_projections_of_names_are_split(opt, said, device, caplog) -> None
     for told in ({"use_muon": True}, {"num_heads": 1}, {"transposed": True}):
         kept = opt.Muon([{"params": named[:1], **told}])
         assert kept.param_groups[0]["split_sizes"] is None
-
-
-def test_columns_of_names_are_split(opt) -> None:
-    """Where the caller says that matrices are (in, out)."""
+    # Columns, where the caller says that matrices are (in, out)
     named = fused(("h.0.attn.c_attn.weight", (4, 12)), ("h.0.mlp.c_fc.weight", (4, 16)))
     (group,) = opt.Muon(named, transposed=True).param_groups
     assert group["split_sizes"] == {"h.0.attn.c_attn.weight": (4, 4, 4)}
@@ -194,14 +187,6 @@ def test_later_groups_without_a_mark(opt, device, said) -> None:
     assert len(said("go by shape")) == 1
     optimizer.step()
     assert not any(torch.equal(old, p.detach()) for old, p in zip(before, later, strict=True))
-
-
-def test_groups_of_muon_adamw_without_a_mark(opt) -> None:
-    optimizer = opt.MuonAdamW(parameters([(4, 3), (3,)]), 0.02, adamw_lr=1e-3)
-    assert [(g["kind"], g["lr"]) for g in optimizer.param_groups] == [
-        ("muon", 0.02),
-        ("adamw", 1e-3),
-    ]
 
 
 def test_zero_redundancy_optimizer(opt, one_rank) -> None:
@@ -331,15 +316,8 @@ def test_keller_jordans_groups(opt) -> None:
         ValueError, match=r"'betas', .* adamw_betas.*='original', .*'keller_jordan'"
     ):
         opt.Muon(groups)
-    optimizer = opt.Muon(
-        groups,
-        adjust_lr_fn="original",
-        ns_coefficients="keller_jordan",
-        weight_decay=0.0,
-        adamw_lr=3e-4,
-        adamw_eps=1e-10,
-        lr=0.02,
-    )
+    line = {"adjust_lr_fn": "original", "ns_coefficients": "keller_jordan", "weight_decay": 0.0}
+    optimizer = opt.Muon(groups, lr=0.02, adamw_lr=3e-4, adamw_eps=1e-10, **line)
     rule = {"lr": 0.05, "weight_decay": 0.01, "momentum": 0.9, **EMA}
     adamw = {"lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01}
     assert_three_steps(opt, optimizer, params, rule, **adamw)
@@ -385,16 +363,6 @@ def test_dions_groups(opt, key) -> None:
     optimizer = opt.Muon(params, momentum=0.95, ns_coefficients="you", **rule)
     rows = opt.COEFFICIENT_SETS["you"].rows
     assert_three_steps(opt, optimizer, params, {**rule, "rows": rows})
-
-
-def test_torchs_groups(opt) -> None:
-    """Groups of torch.optim.Muon hold all of its options; its update, in float64."""
-    params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
-    theirs = torch.optim.Muon([nn.Parameter(p.detach().clone()) for p in params], lr=0.02)
-    (group,) = theirs.param_groups
-    optimizer = opt.Muon([{**group, "params": params}])
-    assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
-    assert_three_steps(opt, optimizer, params, {"lr": 0.02, **EMA})
 
 
 def test_empty_groups_load_through_distributed_checkpoint(opt) -> None:

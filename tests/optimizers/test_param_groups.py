@@ -208,42 +208,33 @@ def test_only_modules_are_accepted(opt) -> None:
         opt.get_default_muon_param_groups([torch.ones(2, 2)])
 
 
+HIDDEN = ["model.layers.0.self_attn.q_proj.weight", "layers.3.attention.output.dense.weight"]
+HIDDEN += ["layers.3.attention.output.weight", "encoder.1.head.weight", "weight"]
+HIDDEN += ["transformer.h.0.mlp.c_fc.weight"]
+OUTSIDE = ["output.weight", "head.weight", "model.lm_head.weight", "lm_head.0.weight", "pos_emb"]
+OUTSIDE += ["model.embed_tokens.weight", "tok_embeddings.weight", "transformer.wte.weight"]
+OUTSIDE += ["transformer.wpe.weight", "value_embeds.0.weight", "model.norm.weight"]
+OUTSIDE += [f"{prefix}.output.weight" for prefix in ("_orig_mod.module", "_orig_mod", "module")]
+
+
 @pytest.mark.sees_defect("embed_tokens, wte, tok_embeddings and output go to Muon")
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
-        ("model.layers.0.self_attn.q_proj.weight", (4, 4), True),
-        ("layers.3.attention.output.dense.weight", (4, 4), True),
-        ("layers.3.attention.output.weight", (4, 4), True),
-        ("encoder.1.head.weight", (4, 4), True),
-        ("transformer.h.0.mlp.c_fc.weight", (4, 4), True),
+        *((name, (4, 4), True) for name in HIDDEN),
+        *((name, (4, 4), False) for name in OUTSIDE),
         ("blocks.0.conv.weight", (4, 4, 2, 2), True),
         ("layers.0.mlp.experts.w1", (2, 4, 4), True),
-        ("weight", (4, 4), True),
         ("value.weight", (1, 4), False),
         ("layers.0.gate.weight_g", (4, 1), False),
         ("layers.0.conv.weight", (1, 4, 2, 2), False),
         ("layers.0.depthwise.weight", (4, 1, 3, 3), True),
         ("layers.0.experts.gate", (4, 1, 8), False),
         ("layers.0.experts.w1", (1, 4, 8), True),
-        ("output.weight", (4, 4), False),
-        ("head.weight", (4, 4), False),
-        ("model.lm_head.weight", (4, 4), False),
-        ("lm_head.0.weight", (4, 4), False),
-        ("model.embed_tokens.weight", (4, 4), False),
-        ("tok_embeddings.weight", (4, 4), False),
-        ("transformer.wte.weight", (4, 4), False),
-        ("transformer.wpe.weight", (4, 4), False),
-        ("value_embeds.0.weight", (4, 4), False),
-        ("pos_emb", (4, 4), False),
-        ("model.norm.weight", (4, 4), False),
         ("layers.0.mlp.experts.gate_up_proj_bias", (2, 4), False),
         ("layers.0.mlp.shared_experts.w1", (2, 4, 4), False),
         ("layers.0.conv1d.weight", (4, 1, 4), False),
         ("layers.0.q_proj.weight", (4,), False),
-        ("_orig_mod.module.output.weight", (4, 4), False),
-        ("_orig_mod.output.weight", (4, 4), False),
-        ("module.output.weight", (4, 4), False),
     ],
 )
 def test_default_is_muon(opt, name, shape, expected) -> None:
@@ -285,22 +276,15 @@ def test_fused_projections(opt, caplog) -> None:
     assert "split_sizes" not in muon
 
 
-@pytest.mark.parametrize("called", ["query_key_value", "qkv", "wqkv", "Wqkv", "W_pack"])
+@pytest.mark.parametrize("called", ["query_key_value", "qkv", "wqkv", "Wqkv", "W_pack", "c_attn"])
 def test_what_may_keep_its_parts_head_by_head_is_said_not_to_be_cut(opt, caplog, called) -> None:
-    model = nn.ModuleDict({called: nn.Linear(8, 24)})
-    muon, *_ = opt.get_default_muon_param_groups(model)
-    assert "split_sizes" not in muon
-    assert f"{called}.weight (24, 8) looks fused" in caplog.text
-
-
-def test_conv1d_of_two_parts_is_said_not_to_be_cut(opt, caplog) -> None:
-    """Keys and values of GPT-2's attention to another sequence, in (in, 2 out)."""
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    model = nn.Module()
-    model.c_attn = conv1d(16, 8)
-    muon, *_ = opt.get_default_muon_param_groups(model)
-    assert "split_sizes" not in muon and muon["transposed"] is True
-    assert "c_attn.weight (8, 16) looks fused" in caplog.text
+    """And keys and values of GPT-2's attention to another sequence, in (in, 2 out)."""
+    layer = nn.Linear(8, 24)
+    if called == "c_attn":
+        layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(16, 8)
+    muon, *_ = opt.get_default_muon_param_groups(nn.ModuleDict({called: layer}))
+    assert "split_sizes" not in muon and muon.get("transposed", False) == (called == "c_attn")
+    assert f"{called}.weight {tuple(layer.weight.shape)} looks fused" in caplog.text
 
 
 def test_three_groups(opt) -> None:

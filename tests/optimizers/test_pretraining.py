@@ -21,21 +21,9 @@ def harness():
 @pytest.fixture(scope="module")
 def training(harness, opt, device):
     """Random ids of which every token says the next: there is something to learn."""
-    plan = harness.pretraining.Plan(
-        layers=1,
-        channels=32,
-        heads=2,
-        context=16,
-        vocabulary=64,
-        batch=4,
-        steps=3,
-        warmup=1,
-        every=2,
-        held_out=2,
-        averaged=2,
-        bursts=1,
-        calls=2,
-    )
+    model = {"layers": 1, "channels": 32, "heads": 2, "context": 16, "vocabulary": 64}
+    run = {"batch": 4, "steps": 3, "warmup": 1, "every": 2, "held_out": 2, "averaged": 2}
+    plan = harness.pretraining.Plan(**model, **run, bursts=1, calls=2)
     ids = (torch.arange(1000) % 64).to(torch.uint16).numpy()
     tokens = harness.tokens.Tokens(ids[:700], ids[700:], "ab" * 32)
     return harness.pretraining.Pretraining(plan, tokens, opt, device.type)

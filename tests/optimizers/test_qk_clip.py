@@ -71,13 +71,31 @@ def clipped(opt, device, config, rows, logits, *, name="Muon"):
     return [(old, param.detach()) for old, (_, param) in zip(before, named, strict=True)]
 
 
+# Heads -> their logits, and the factor of all heads' rows.
+ALONE = {
+    "numbers": (range(3), [5.0, 40.0, 11.0], [1.0, 0.5, math.sqrt(T / 11)]),
+    # Repeats are allowed, the smallest scale wins; unnamed heads stay.
+    "repeated": ([1, 1, 0], [20.0, 40.0, 5.0], [1.0, 0.5, 1.0]),
+    "strange": (
+        range(7),
+        [NAN, INF, -INF, 0.0, -50.0, T, 3.4e38],
+        [1.0] * 6 + [math.sqrt(T / 3.4e38)],
+    ),
+}
+
+
+@pytest.mark.sees_defect("an infinite logit zeroes its head")
+@pytest.mark.parametrize(("indices", "logits", "expected"), ALONE.values(), ids=ALONE)
 @CLASSES
-def test_one_query_head_per_key_head(opt, device, name) -> None:
-    rows, logits = {"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, [5.0, 40.0, 11.0]
-    *both, value = clipped(opt, device, MHA, rows, logits, name=name)
+def test_one_query_head_per_key_head(opt, device, name, indices, logits, expected) -> None:
+    config = MHA | {"q_indices": indices, "k_indices": indices}
+    rows = dict.fromkeys(("q_proj", "k_proj", "v_proj"), len(logits) * D)
+    *both, value = clipped(opt, device, config, rows, logits, name=name)
     for old, new in both:
-        assert heads(old, new, D) == pytest.approx([gamma(s) ** 0.5 for s in logits], rel=1e-6)
-        assert_same_bits(new[:D], old[:D])
+        assert new.isfinite().all()
+        assert heads(old, new, D) == pytest.approx(expected, rel=1e-5)
+        for factor, before, after in zip(expected, old.split(D), new.split(D), strict=True):
+            assert factor < 1 or torch.equal(before, after)
     assert_same_bits(*value)
 
 
@@ -118,28 +136,6 @@ def test_latent_attention(opt, device, names) -> None:
             expected = before[index][block].double() * torch.tensor(factors).to(device)[:, None]
             assert_error_at_most(after[index][block], expected, 2e-7)
     assert_same_bits(after[2], before[2])
-
-
-STRANGE = [NAN, INF, -INF, 0.0, -50.0, T, 3.4e38]
-
-
-@pytest.mark.sees_defect("an infinite logit zeroes its head")
-def test_strange_logits(opt, device) -> None:
-    count = len(STRANGE)
-    config = MHA | {"q_indices": range(count), "k_indices": range(count)}
-    rows = {"wq": count * D, "wk": count * D}
-    for old, new in clipped(opt, device, config, rows, STRANGE):
-        assert_same_bits(new[:-D], old[:-D])
-        assert new.isfinite().all()
-        assert heads(old[-D:], new[-D:], D) == pytest.approx([math.sqrt(T / 3.4e38)], rel=1e-5)
-
-
-def test_a_repeated_head_takes_its_largest_logit(opt, device) -> None:
-    """Repeats are allowed, the smallest scale wins; unnamed heads stay."""
-    config = MHA | {"q_indices": [1, 1, 0], "k_indices": [1, 1, 0]}
-    rows = {"wq": 3 * D, "wk": 3 * D}
-    for old, new in clipped(opt, device, config, rows, [20.0, 40.0, 5.0]):
-        assert heads(old, new, D) == pytest.approx([1.0, 0.5, 1.0], rel=1e-6)
 
 
 NAMES = {

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 from ._steps import CLASSES, both, marked, new_gradients, parameters
 from .test_numbers import NoHostReads
@@ -79,11 +78,7 @@ def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
     optimizer.param_groups[0]["method"] = "newton_schulz"
     optimizer.param_groups[0]["dtype"] = torch.float64
     assert "newton_schulz in float64" in optimizer.report(verbose=True)
-
-
-def test_report_refuses_what_a_step_refuses(opt, device) -> None:
-    optimizer = opt.Muon([nn.Parameter(torch.ones(4, 4, device=device))])
-    optimizer.param_groups[0]["method"] = "svd"
+    optimizer.param_groups[0]["method"] = "svd"  # refused as by a step
     with pytest.raises(ValueError, match="group 0: method must be one of"):
         optimizer.report()
 

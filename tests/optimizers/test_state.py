@@ -259,23 +259,6 @@ ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic", "resid
 DELICATE = (-0.0, float("inf"), float("-inf"), 1e-40, 65504.0)
 
 
-def model_of(params) -> nn.Module:
-    model = nn.Module()
-    for number, param in enumerate(params):
-        model.register_parameter(f"p{number}", param)
-    return model
-
-
-def without_gradients(dtype=torch.float32, device="cpu") -> list[nn.Parameter]:
-    params = parameters(SHAPES, dtype=dtype, device=device)
-    with torch.no_grad():
-        for param in params:
-            param.grad = None
-            delicate = torch.tensor(DELICATE, device=device).to(dtype)
-            param.view(-1)[: len(DELICATE)] = delicate[: param.numel()]
-    return params
-
-
 def tensors_alive() -> int:
     gc.collect()
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
@@ -374,11 +357,16 @@ def test_the_initial_step_of_dcp_changes_nothing(
     opt, device, make, dtype, rounding, tensor_rate
 ) -> None:
     """Zero gradients at a zero rate: parameters keep their bits and counters are 0."""
-    params = without_gradients(dtype, device)
+    params, model = parameters(SHAPES, dtype=dtype, device=device), nn.Module()
+    for number, param in enumerate(params):
+        model.register_parameter(f"p{number}", param)
+        param.grad = None
+        delicate = torch.tensor(DELICATE, device=device).to(dtype)
+        param.detach().view(-1)[: len(DELICATE)] = delicate[: param.numel()]
     before = [param.detach().clone() for param in params]
     rate = torch.tensor(0.05, device=device) if tensor_rate else 0.05
     optimizer = make(opt, params, lr=rate, rounding=rounding)
-    get_optimizer_state_dict(model_of(params), optimizer)
+    get_optimizer_state_dict(model, optimizer)
     for param, old in zip(params, before, strict=True):
         words = {2: torch.int16, 4: torch.int32}[param.dtype.itemsize]
         assert torch.equal(param.detach().view(words), old.view(words))
@@ -399,23 +387,18 @@ def test_a_first_step_at_rate_zero_with_gradients_is_a_step(opt, device) -> None
     assert_all_same_bits(params, before)
 
 
-def test_a_second_step_of_zeros_is_counted(opt, device) -> None:
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_a_second_step_of_zeros_is_counted(opt, device, none_grad) -> None:
+    """And one of zeros drops gradients where steps do."""
     params = parameters([(4, 6), (5,)], device=device)
-    groups = [{"kind": "adamw", "params": params, "lr": 0.0}]
-    optimizer = opt.MuonAdamW(groups)
+    group = {"kind": "adamw", "params": params, "lr": 0.0, "none_grad": none_grad}
+    optimizer = opt.MuonAdamW([group])
     for steps in (0, 1):
         for param in params:
             param.grad = torch.zeros_like(param)
         optimizer.step()
         assert optimizer.state[params[0]]["step"] == steps
-    assert all(param.grad is not None for param in params)
-
-
-def test_a_step_of_zeros_drops_gradients_where_steps_do(opt, device) -> None:
-    (param,) = parameters([(4, 6)], device=device)
-    param.grad = torch.zeros_like(param)
-    opt.Muon([param], lr=0.0, none_grad=True).step()
-    assert param.grad is None
+        assert all((param.grad is None) == none_grad for param in params)
 
 
 WRAPPED = ["module.", "_orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module."]

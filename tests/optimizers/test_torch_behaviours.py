@@ -10,8 +10,7 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ..kernels._tensors import LAYOUTS
-from ._infos import LeastSquares, by_input, make
-from ._steps import CLASSES, parameters, train, values
+from ._steps import CLASSES, LeastSquares, by_input, make, parameters, train, values
 from .test_state import through_memory
 
 SHAPES = [(10, 5), (5,), (4, 6), (3, 2, 2, 2), (1, 7), (9, 1), (1,)]
@@ -267,57 +266,44 @@ def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
 
 
 @CLASSES
-def test_hooks_of_state_dict(opt, device, name) -> None:
-    """The first hook sees the optimizer as it is; the last may replace what is returned."""
-    _, optimizer = stepped(opt, device, name)
+def test_hooks_of_state_dict_and_of_loading(opt, device, name) -> None:
+    """The first hook sees what is there, the last may replace what is returned or loaded, checks
+    included; post hooks of a load see it loaded.
+    """
+    problem, optimizer = stepped(opt, device, name)
+    loaded = make(opt, name, copy.deepcopy(problem).params)
     calls = []
 
     def note(word):
         return lambda o, *rest: calls.append(word)
 
-    def extend(o, state_dict):
-        return {**state_dict, "extra": 1}
-
-    handles = [
-        optimizer.register_state_dict_pre_hook(note("second")),
-        optimizer.register_state_dict_pre_hook(note("first"), prepend=True),
-        optimizer.register_state_dict_post_hook(extend),
-        optimizer.register_state_dict_post_hook(note("third")),
-    ]
-    assert optimizer.state_dict()["extra"] == 1
-    assert calls == ["first", "second", "third"]
-    for handle in handles:
-        handle.remove()
-    assert set(optimizer.state_dict()) == {"state", "param_groups"}
-
-
-@CLASSES
-def test_hooks_of_load_state_dict(opt, device, name) -> None:
-    """What a hook returns is what is loaded, checks included; post hooks see it loaded."""
-    problem, optimizer = stepped(opt, device, name)
-    saved = optimizer.state_dict()
-    loaded = make(opt, name, copy.deepcopy(problem).params)
-    calls = []
-
     def faster(o, state_dict):
-        calls.append("second")
         groups = [{**group, "lr": 0.25} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
+    before_load = loaded.register_load_state_dict_pre_hook
     handles = [
-        loaded.register_load_state_dict_pre_hook(faster),
-        loaded.register_load_state_dict_pre_hook(lambda o, s: calls.append("first"), prepend=True),
+        optimizer.register_state_dict_pre_hook(note("second")),
+        optimizer.register_state_dict_pre_hook(note("first"), prepend=True),
+        optimizer.register_state_dict_post_hook(lambda o, saved: {**saved, "extra": 1}),
+        optimizer.register_state_dict_post_hook(note("third")),
+        before_load(lambda o, saved: calls.append("fifth") or faster(o, saved)),
+        before_load(note("fourth"), prepend=True),
         loaded.register_load_state_dict_post_hook(
             lambda o: calls.append(o.param_groups[0]["lr"]), prepend=True
         ),
     ]
+    saved = optimizer.state_dict()
+    assert saved.pop("extra") == 1
     loaded.load_state_dict(saved)
-    assert calls == ["first", "second", 0.25]
+    expected = ["first", "second", "third", "fourth", "fifth", 0.25]
+    assert calls == expected
     assert_equal(loaded.state_dict()["state"], saved["state"])
     for handle in handles:
         handle.remove()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
     loaded.load_state_dict(saved)
-    assert calls == ["first", "second", 0.25]
+    assert calls == expected
     assert_equal(loaded.state_dict(), saved)
     assert len(loaded._optimizer_load_state_dict_pre_hooks) == 0
 

@@ -250,8 +250,7 @@ def test_float32_is_close_to_float64(opt, device, rule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "dtype"),
-    [(2.0**-90, torch.float32), (2.0**20, torch.float32), (1e-5, torch.float64)],
+    ("scale", "dtype"), [(2.0**-90, torch.float32), (2.0**20, torch.float32), (1e-5, torch.float64)]
 )
 @CLASSES
 def test_the_size_of_gradients_changes_no_update(opt, device, name, scale, dtype) -> None:

@@ -53,19 +53,8 @@ def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
         entry.Exact(opt, torch.zeros(1, 4, 4))
 
 
-def task_of(entry, built, name: str):
-    """A task of that name over one small matrix."""
-    problem = entry.Problem(1, 48, 64, "heavy")
-    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
-
-    def found(mine, theirs):
-        return entry.Exact(built.package, inputs[0]).distances(mine, theirs)
-
-    return entry.Task(name, inputs, found, 1.0, 1.02)
-
-
 def gated(entry, built, monkeypatch, ours=None, repeats=True):
-    """The row of a case whose timing is given; `ours` replaces what a user calls."""
+    """The row of a small case whose timing is given; `ours` replaces what a user calls."""
     times = timer.Times
     taken = {"ours": times(2.0, 3.0, 0.5), "baseline": times(4.0, 9.0, 1.5)}
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
@@ -74,27 +63,24 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     monkeypatch.setattr(entry.Case, "times", lambda self, *_: taken)
     if ours is not None:
         monkeypatch.setattr(entry.Case, "ours", ours)
-    task = task_of(entry, built, "1x48x64/heavy")
-    return entry.measure(task, entry.Case(task.inputs, built, entry.polar_express_bf16))
+    problem = entry.Problem(1, 48, 64, "heavy")
+    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
+    distances = entry.Exact(built.package, inputs[0]).distances
+    task = entry.Task("1x48x64/heavy", inputs, distances, 1.0, 1.02)
+    return entry.measure(task, entry.Case(inputs, built, entry.polar_express_bf16))
 
 
-def test_right_results_are_timed(entry, built, monkeypatch) -> None:
-    row, line = gated(entry, built, monkeypatch)
-    assert row.ok and (row.ms, row.wall_ms, row.speedup) == (2.0, 3.0, 3.0)
-    assert "1x48x64/heavy" in line
-
-
-@pytest.mark.parametrize("fault", ["scaled", "nan", "four steps", "replay"])
-def test_wrong_results_are_not_timed(opt, entry, built, monkeypatch, fault) -> None:
+@pytest.mark.parametrize("fault", [None, "scaled", "nan", "four steps", "replay"])
+def test_right_results_alone_are_timed(opt, entry, built, monkeypatch, fault) -> None:
     ours = {
         "scaled": lambda case, k: opt.orthogonalize(case.inputs[k]) * 1.2,
         "nan": lambda case, k: opt.orthogonalize(case.inputs[k]) * float("nan"),
         "four steps": lambda case, k: opt.polar_express(case.inputs[k], 4),
-        "replay": None,
-    }[fault]
+    }.get(fault)
     row, line = gated(entry, built, monkeypatch, ours, repeats=fault != "replay")
-    assert not row.ok and row.ms is None
-    assert "not timed" in line
+    assert row.ok == (fault is None) and ("not timed" in line) == (fault is not None)
+    timed = (row.ms, row.wall_ms, row.speedup) == (2.0, 3.0, 3.0)
+    assert timed and "1x48x64/heavy" in line if fault is None else row.ms is None
 
 
 @pytest.fixture

@@ -26,59 +26,66 @@ def capability(monkeypatch, forgets_devices):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_cuda_iterates_in_float16(choose, capability, dtype) -> None:
-    for version in ((8, 0), (9, 0), (12, 0)):
+    """From compute capability 8.0 on; float64 is kept."""
+    for version in ((7, 5), (8, 0), (9, 0), (12, 0)):
         capability(*version)
-        assert choose.choose(512, 512, dtype=dtype, device=GPU).dtype == torch.float16
-    capability(7, 5)
-    assert choose.choose(512, 512, dtype=dtype, device=GPU).dtype == torch.float32
-
-
-def test_float64_is_kept(choose, capability) -> None:
-    capability(9, 0)
-    for device in (CPU, GPU):
-        choice = choose.choose(64, 256, dtype=torch.float64, device=device)
-        assert (choice.method, choice.dtype) == ("polar_express", torch.float64)
+        half = torch.float16 if version >= (8, 0) else torch.float32
+        expected = dtype if dtype == torch.float64 else half
+        assert choose.choose(512, 512, dtype=dtype, device=GPU).dtype == expected
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "method"),
+    ("shape", "where", "dtype", "iterated", "method"),
     [
-        (512, 512, "polar_express"),
-        (512, 767, "polar_express"),
-        (512, 768, "gram_newton_schulz"),
-        (768, 512, "gram_newton_schulz"),
-        (512, 2048, "gram_newton_schulz"),
-        (2048, 512, "gram_newton_schulz"),
-        (1, 1, "polar_express"),
-        (1, 2, "gram_newton_schulz"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("where", "steps", "iterate_dtype"),
-    [
-        (GPU, 5, torch.float32),
-        *(
-            (where, steps, dtype)
-            for where, steps in ((GPU, 4), (CPU, 4), (CPU, 6))
-            for dtype in HALF_SINGLE
-        ),
+        ((64, 256), CPU, torch.float64, None, "polar_express"),
+        ((64, 256), GPU, torch.float64, None, "polar_express"),
+        # Never on a Gram matrix in bfloat16.
+        ((64, 4096), CPU, torch.bfloat16, torch.bfloat16, "polar_express"),
+        # Small matrices on the CPU take fewer operations.
+        ((127, 127), CPU, torch.float32, None, "polar_express"),
+        ((64, 4096), CPU, torch.float32, None, "gram_newton_schulz"),
     ],
     ids=str,
 )
-def test_gram_from_an_aspect_of_three_halves(
-    choose, m, n, method, iterate_dtype, where, steps
+def test_where_gram_polynomial_is_not_taken(
+    choose, capability, shape, where, dtype, iterated, method
 ) -> None:
+    capability(9, 0)
+    choice = choose.choose(*shape, dtype=dtype, device=where, iterate_dtype=iterated)
+    assert choice.method == method and choice.dtype == (iterated or dtype)
+    assert "not measured" not in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "gram"),
+    [
+        *((512, 512, False), (512, 767, False), (512, 768, True), (768, 512, True)),
+        *((512, 2048, True), (2048, 512, True), (1, 1, False), (1, 2, True)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("where", "steps", "dtypes"),
+    [
+        (GPU, 5, HALF_SINGLE[1:]),
+        (GPU, 4, HALF_SINGLE),
+        (CPU, 4, HALF_SINGLE),
+        (CPU, 6, HALF_SINGLE),
+    ],
+    ids=str,
+)
+def test_gram_from_an_aspect_of_three_halves(choose, m, n, gram, dtypes, where, steps) -> None:
     """Where gram_polynomial has not been measured, or does not stand for the steps asked for."""
-    options = {"dtype": torch.float32, "device": where, "iterate_dtype": iterate_dtype}
-    choice = choose.choose(m, n, steps=steps, **options)
-    assert choice.method == method
-    assert bool(choice.restarts) == (method == "gram_newton_schulz")
+    options = {"dtype": torch.float32, "device": where, "steps": steps}
+    for iterate_dtype in dtypes:
+        choice = choose.choose(m, n, iterate_dtype=iterate_dtype, **options)
+        assert choice.method == ("gram_newton_schulz" if gram else "polar_express")
+        assert bool(choice.restarts) == gram
     # The rule is the point where dense products cost the same.
     cost = {"m": m, "n": n, "steps": 5, "symmetric": False}
-    gram = choose.flop("gram_newton_schulz", restarts=(2,), **cost)
-    assert (gram <= choose.flop("polar_express", **cost)) == (method == "gram_newton_schulz")
+    less = choose.flop("gram_newton_schulz", restarts=(2,), **cost)
+    assert (less <= choose.flop("polar_express", **cost)) == gram
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (512, 512), (768, 512), (4096, 128)], ids=str)
@@ -97,13 +104,6 @@ def test_the_cpu_takes_gram_polynomial(choose, shape) -> None:
         assert dense[0] < min(dense[1:])
 
 
-def test_small_matrices_on_the_cpu_take_fewer_operations(choose) -> None:
-    for shape, method in (((127, 127), "polar_express"), ((64, 4096), "gram_newton_schulz")):
-        choice = choose.choose(*shape, dtype=torch.float32, device=CPU)
-        assert choice.method == method
-        assert "not measured" not in choice.reason
-
-
 def test_cuda_takes_gram_polynomial_in_float16_alone(opt, choose, capability) -> None:
     """It has been timed there; in float32, which nobody picks unasked, it has not."""
     capability(9, 0)
@@ -116,11 +116,6 @@ def test_cuda_takes_gram_polynomial_in_float16_alone(opt, choose, capability) ->
         assert "gram_polynomial can be asked for, it is not measured yet on cuda" in opt.explain(
             "orthogonalize", shape=shape, **asked
         )
-
-
-def test_bfloat16_is_never_iterated_on_a_gram_matrix(choose) -> None:
-    choice = choose.choose(64, 4096, dtype=torch.bfloat16, device=CPU, iterate_dtype=torch.bfloat16)
-    assert choice.method == "polar_express"
 
 
 def test_flop_formulas(choose) -> None:
@@ -319,12 +314,14 @@ def by_halves(products, submodule, device, monkeypatch):
     return start
 
 
+HALVED = [(m, d) for m in ("polar_express", "gram_newton_schulz") for d in (HALF, BRAIN, SINGLE)]
+
+
 @pytest.mark.parametrize("spectrum", ["gaussian", "log3", "half_zero"])
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
-@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz"])
+@pytest.mark.parametrize(("method", "dtype"), [*HALVED, ("gram_polynomial", HALF)], ids=str)
 @pytest.mark.parametrize("tall", [False, True])
 def test_as_accurate_as_dense_products(
-    opt, reference, device, by_halves, tall, method, dtype, spectrum
+    opt, device, by_halves, tall, method, dtype, spectrum
 ) -> None:
     """In half precision folding rounds a I + B, an error of the size of X's own: sqrt(2) in all.
 
@@ -333,31 +330,14 @@ def test_as_accurate_as_dense_products(
     docs/dev/decisions/2026-11-21-order-of-gram-products.md.
     """
     x = matrix(spectrum, 96, 384)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
-    x, exact = (x.mT, exact.mT) if tall else (x, exact)
-    x = x.float().to(device)
-    dense = relative_error(opt.orthogonalize(x, method, dtype=dtype).cpu(), exact)
+    x = (x.mT if tall else x).to(device)
+    exact = opt.orthogonalize(x, method, dtype=torch.float64)
+    x = x.float()
+    dense = relative_error(opt.orthogonalize(x, method, dtype=dtype), exact)
     calls = by_halves()
-    actual = opt.orthogonalize(x, method, dtype=dtype).cpu()
+    actual = opt.orthogonalize(x, method, dtype=dtype)
     assert calls
     assert_error_at_most(actual, exact, (2 if dtype == SINGLE else 1.42) * dense)
-
-
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("spectrum", ["gaussian", "log3", "half_zero"])
-def test_gram_polynomial_by_halves(opt, products, device, by_halves, spectrum, tall) -> None:
-    """X X^T and the squares, ten and two, go to symmetric_matmul; the error stays as it was."""
-    x = matrix(spectrum, 96, 384)
-    x = x.mT if tall else x
-    exact = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=torch.float64).cpu()
-    single = x.float().to(device)
-    dense = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
-    calls = by_halves()
-    halves = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
-    # X^T X of a tall half-precision matrix stays dense without Hopper's instructions.
-    dense_gram = tall and not products.batch_is_free(HALF, device)
-    assert len(calls) == (10 if dense_gram else 12)
-    assert_error_at_most(halves, exact, 1.42 * relative_error(dense, exact))
 
 
 @pytest.mark.sees_defect("plain batched products without a symmetric kernel")

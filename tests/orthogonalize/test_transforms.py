@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .._compare import assert_same_bits, capture, no_waits, relative_error
 from ._matrices import matrix
 
-NAMED = METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
 ALL_METHODS = (*METHODS, "gram_polynomial")
 
 
@@ -71,11 +71,6 @@ def test_opcheck(submodule, device, module) -> None:
     op = getattr(submodule("_ops").ops, module).default
     x, out = torch.randn(2, 4, 6, device=device), torch.empty(2, 4, 6, device=device)
     torch.library.opcheck(op, (x, out, *OPTIONS[module], torch.float32))
-
-
-def test_meta_tensors(opt) -> None:
-    result = opt.orthogonalize(torch.empty(3, 5, 40, device="meta"), dtype=torch.bfloat16)
-    assert (result.shape, result.dtype, result.device.type) == ((3, 5, 40), torch.bfloat16, "meta")
 
 
 @pytest.mark.gpu
@@ -187,7 +182,7 @@ def test_gradients_pass_it_by(opt, device) -> None:
     assert_same_bits(torch.vmap(torch.func.grad(inner))(x), wanted)
 
 
-@pytest.mark.parametrize("name", ["orthogonalize", *NAMED])
+@pytest.mark.parametrize("name", ["orthogonalize", *METHODS])
 def test_compiled_for_any_size_and_options(opt, device, fresh_compiler, name) -> None:
     """dynamic=True makes sizes symbolic at once, and floating-point arguments with them."""
     method = getattr(opt, name)
@@ -274,6 +269,8 @@ def test_fake_tensors_see_one_op(opt, called) -> None:
         results = [opt.orthogonalize(x, method) for method in ("newton_schulz", "auto")]
     assert called[0] == "newton_schulz" and len(called) == 2
     assert all((r.shape, r.dtype) == (x.shape, torch.float32) for r in results)
+    result = opt.orthogonalize(torch.empty(3, 5, 40, device="meta"), dtype=torch.bfloat16)
+    assert (result.shape, result.dtype, result.device.type) == ((3, 5, 40), torch.bfloat16, "meta")
 
 
 LOW = (torch.bfloat16, torch.float16)

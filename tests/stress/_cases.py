@@ -186,13 +186,6 @@ def held(call: Call, names: Any) -> dict[str, bytes]:
     }
 
 
-def spoil(call: Call, generator: random.Random) -> None:
-    names = [name for name in call.arguments if name not in call.exact]
-    for name in generator.sample(names, min(len(names), generator.choice([1, 1, 2]))):
-        call.arguments[name] = spoiled(generator, call.arguments[name])
-        call.spoiled.append(name)
-
-
 def judge(call: Call) -> str:
     """What became of a call: "right", "accepted", "refused", or so by torch or Python.
 
@@ -217,7 +210,8 @@ def judge(call: Call) -> str:
         return "refused by torch"
     except AttributeError as error:
         entries = [entry for name in call.spoiled for entry in _all(call, name)]
-        kinds = {kind for e in entries for kind in (type(e).__name__, _full_name(type(e)))}
+        kinds = {type(entry).__name__ for entry in entries}
+        kinds |= {f"{type(e).__module__}.{type(e).__qualname__}" for e in entries}
         if not any(f"'{kind}' object has no attribute" in str(error) for kind in kinds):
             raise
         _assert_kept(call, before | written, held(call, call.arguments), "refused")
@@ -235,10 +229,6 @@ def _all(call: Call, name: str) -> list[Any]:
     value = call.arguments[name]
     inside = value.values() if isinstance(value, dict) else value
     return [value, *(inside if isinstance(inside, (list, tuple, type({}.values()))) else [])]
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -290,7 +280,10 @@ def play(package: Package, number: int) -> str:
         with warnings.catch_warnings(action="ignore"), contextlib.chdir(package.folder):
             call = CALLS[name](package, generator)
             if generator.random() > VALID_RATE:
-                spoil(call, generator)
+                names = [name for name in call.arguments if name not in call.exact]
+                for name in generator.sample(names, min(len(names), generator.choice([1, 1, 2]))):
+                    call.arguments[name] = spoiled(generator, call.arguments[name])
+                    call.spoiled.append(name)
             told = [f"{key} = {shown(value)}" for key, value in call.arguments.items()]
             told = [name, f"spoiled: {call.spoiled}", *told]
             return judge(call)

@@ -35,10 +35,8 @@ class Problem:
 
     def __init__(self, package: Package, generator: random.Random) -> None:
         self.package = package
-        self.distributed, self.planning = (
-            package("distributed"),
-            package("optimizers.sharded.partition"),
-        )
+        self.distributed = package("distributed")
+        self.planning = package("optimizers.sharded.partition")
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]
         mesh = [most + 1]

@@ -17,14 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed._cases import mesh_of, spread
 from ._episode import ALIKE, PlannedError, raises
-from ._problem import (
-    DifferenceError,
-    Pair,
-    Run,
-    Source,
-    bits,
-    options_of,
-)
+from ._problem import DifferenceError, Pair, Run, Source, bits, options_of
 
 HELD = ("sharded", "sharded", "replicated", "unreduced")
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 4: [(4,), (2, 2), (1, 4), (4, 1)]}

@@ -5,7 +5,6 @@ tensors, if torch is told that it has NCCL and that the group has symmetric memo
 """
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -80,10 +79,16 @@ def machine(monkeypatch, fused):
     return state
 
 
-def test_large_products_are_fused(fused, machine) -> None:
+def test_large_products_are_fused(fused, report, machine, monkeypatch) -> None:
     for _ in range(2):
         assert fused.why_not(matrix(), **ASKED) is None
     assert machine.preparations == 1  # ranks prepare a group once, together
+    monkeypatch.setattr(fused, "has_float8_products", lambda _: False)
+    assert fused.why_not(matrix(), **ASKED | {"scaled": True}) == report.NO_FP8
+    assert fused.why_not(matrix(), **ASKED) is None
+    fused._prepared.clear()
+    machine.prepared = "the ranks of the group are on 2 hosts"
+    assert fused.why_not(matrix(), **ASKED) == machine.prepared
 
 
 SMALL = 2048 * 8192 * 2  # bytes of all ranks; twice as many are gathered fused
@@ -106,17 +111,6 @@ def test_reasons_that_need_no_group(fused, report, machine, name, arguments, cha
     found = fused.why_not(matrix(**arguments), **ASKED | changes)
     assert found == (name and getattr(report, name))
     assert machine.preparations == (name is None)
-
-
-def test_float8_without_its_products(fused, report, machine, monkeypatch) -> None:
-    monkeypatch.setattr(fused, "has_float8_products", lambda _: False)
-    assert fused.why_not(matrix(), **ASKED | {"scaled": True}) == report.NO_FP8
-    assert fused.why_not(matrix(), **ASKED) is None
-
-
-def test_reason_of_a_group(fused, machine) -> None:
-    machine.prepared = "the ranks of the group are on 2 hosts"
-    assert fused.why_not(matrix(), **ASKED) == machine.prepared
 
 
 def test_reasons_of_a_capture(fused, report, machine) -> None:
@@ -272,27 +266,24 @@ def test_ranks_agree_on_what_symmetric_memory_joins(fused, monkeypatch, other, r
     assert found is None if reason is None else reason in found
 
 
-def test_a_rank_that_cannot_join_tells_the_others(fused, monkeypatch) -> None:
+@pytest.mark.parametrize("step", ["allocate", "join"])
+def test_a_rank_that_cannot_join_tells_the_others(fused, monkeypatch, step) -> None:
+    """And nobody joins unless all could allocate."""
+    joined = []
+
     def refused(*_):
         raise RuntimeError("no peer access\nand more")
 
-    here = prepared(fused, monkeypatch, join=refused)
+    options = {"join": lambda *_: joined.append(1), step: refused}
+    here = prepared(fused, monkeypatch, **options)
     assert here.endswith("on rank 0 of the group: RuntimeError: no peer access")
-    there = prepared(fused, monkeypatch, failures=(None, "RuntimeError: no fabric"))
+    options[step], failed = None, "RuntimeError: no fabric"
+    options |= {"failures": (failed,) if step == "allocate" else (None, failed)}
+    there = prepared(fused, monkeypatch, **options)
     assert there.endswith("on rank 1 of the group: RuntimeError: no fabric")
-
-
-def test_nobody_joins_unless_all_could_allocate(fused, monkeypatch) -> None:
-    def full(*_):
-        raise torch.OutOfMemoryError("all is used")
-
-    joined = []
-    here = prepared(fused, monkeypatch, allocate=full, join=lambda *_: joined.append(1))
-    assert here.endswith("on rank 0 of the group: OutOfMemoryError: all is used")
-    failures = ("OutOfMemoryError: all is used",)
-    there = prepared(fused, monkeypatch, failures=failures, join=lambda *_: joined.append(1))
-    assert there.endswith("on rank 1 of the group: OutOfMemoryError: all is used")
-    assert not joined and not fused.symmetric_memory._group_name_to_workspace_tensor
+    assert not joined
+    workspaces = fused.symmetric_memory._group_name_to_workspace_tensor
+    assert not workspaces or step == "join"
 
 
 def test_reasons_are_counted_and_said_once(report, dispatch, caplog) -> None:
@@ -336,34 +327,27 @@ def scattered(x, dim, group):
     return (scatter or functional.reduce_scatter_tensor)(x, "sum", dim, group)
 
 
-def after_the_pass(function: Callable, *sizes):
-    """The graph of `function` behind the pass."""
+@pytest.fixture
+def check(opt, group):
+    """`check(function, *sizes)`: what `assert_async_tp_fused` returns of it behind the pass."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with FakeTensorMode():
-        inputs = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
-        gm = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
-        remove_noop_ops(gm.graph)
-        view_to_reshape(gm)
-        micro_pipeline_tp_pass(gm.graph)
-    return gm
-
-
-@pytest.fixture
-def check(opt, group):
-    """`check(function, *sizes)`: what `assert_async_tp_fused` returns of it behind the pass."""
-
     def on(function, *sizes, of=None, nccl=True, enabled=True):
         with (
             mock.patch("torch.distributed.is_nccl_available", lambda: nccl),
             symmetric_memory._test_mode(None if enabled else {"another"}),
         ):
-            graph = after_the_pass(function, *sizes)
-            return opt.tensor_parallel.assert_async_tp_fused(graph, of)
+            with FakeTensorMode():
+                inputs = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+                gm = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+                remove_noop_ops(gm.graph)
+                view_to_reshape(gm)
+                micro_pipeline_tp_pass(gm.graph)
+            return opt.tensor_parallel.assert_async_tp_fused(gm, of)
 
     return on
 
@@ -377,14 +361,12 @@ def test_fused_gathers_pass(check, group, size, dim, inner) -> None:
     assert check(lambda a, b: gathered(a, dim, group) @ b, size, (inner, 32)) == 1
 
 
-@pytest.mark.parametrize("size", [(8, 64), (4, 8, 64)])
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("size", "dim"), [*(((8, 64), dim) for dim in (0, 1)), *(((4, 8, 64), dim) for dim in range(3))]
+)
 def test_fused_scatters_pass(check, group, size, dim) -> None:
-    if dim < len(size):
-        assert check(lambda a, b: scattered(a @ b, dim, group), size, (64, 32)) == 1
+    assert check(lambda a, b: scattered(a @ b, dim, group), size, (64, 32)) == 1
 
-
-def test_both_in_one_graph(check, group) -> None:
     def block(a, b, c):
         return scattered((gathered(a, 0, group) @ b).relu() @ c, 0, group)
 
@@ -431,14 +413,13 @@ def test_collectives_of_other_groups_do_not_count(check, group) -> None:
         check(narrow, (8, 64), (128, 32), of="another")
     with pytest.raises(AssertionError, match="below the 1024"):
         check(narrow, (8, 64), (128, 32), of=group)
-
-
-def test_a_graph_without_either_is_no_success(check, group) -> None:
-    with pytest.raises(AssertionError, match="no all-gather before a product"):
-        check(lambda a, b: a @ b, (8, 64), (64, 32))
-    # Gathered parameters, as FSDP has them, are multiplied by nothing here.
-    with pytest.raises(AssertionError, match="no all-gather before a product"):
-        check(lambda a: gathered(a, 0, group).relu(), (8, 64))
+    # A graph without either is no success; gathered parameters, as FSDP's, multiply nothing here.
+    for call, *sizes in (
+        (lambda a, b: a @ b, (8, 64), (64, 32)),
+        (lambda a: gathered(a, 0, group).relu(), (8, 64)),
+    ):
+        with pytest.raises(AssertionError, match="no all-gather before a product"):
+            check(call, *sizes)
 
 
 def test_paths_that_part_and_meet_are_walked_once(graph) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
-from .._compare import assert_error_at_most, relative_error
+from .._compare import assert_error_at_most, assert_same_numbers, relative_error
 from ..conftest import module_fixture
 from ..distributed._ranks import on_ranks
 
@@ -191,7 +191,7 @@ def test_no_pass_saved_changes_a_bit(
         total = SimpleNamespace(total=lambda value: (value * 0 + 1) * 2.0**20)
         root = (newton_schulz.START_NORM / total.total(given.double().norm()).sqrt()).sqrt()
         expected = (given.to(wide) * root.to(wide)).mul_(root.to(wide)).to(dtype)
-        assert_same_bits(newton_schulz.normalized(given, dtype, total), expected)
+        assert_same_numbers(newton_schulz.normalized(given, dtype, total), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -206,15 +206,8 @@ def test_bounded_gram_has_the_bits_of_a_division(newton_schulz, device, dtype) -
         bound = ranks.total(rows.double().norm()).sqrt().clamp_min(1.0).mul(1.01).to(wide)
         x = torch.zeros(1, 9, 24, dtype=dtype, device=device)
         found, factor = newton_schulz._RowBlocks(ranks).bounded_gram(x, 1.01)
-        assert_same_bits(found[0], (rows / bound).to(dtype))
-        assert_same_bits(factor, bound.rsqrt())
-
-
-def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for those of NaN: zeros keep their sign."""
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found.signbit() | found.isnan(), expected.signbit() | expected.isnan())
+        assert_same_numbers(found[0], (rows / bound).to(dtype))
+        assert_same_numbers(factor, bound.rsqrt())
 
 
 def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:

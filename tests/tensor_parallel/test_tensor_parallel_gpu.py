@@ -11,11 +11,7 @@ from .._compare import relative_error
 from ..distributed._ranks import on_ranks, same_everywhere
 from . import _cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.part("products"),
-    pytest.mark.usefixtures("gpu_ranks"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.part("products"), pytest.mark.usefixtures("gpu_ranks")]
 
 # (ranks, whether each has a GPU of its own); the others share one.
 SETS = [(2, False), (4, False)]
