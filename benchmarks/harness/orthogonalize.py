@@ -20,6 +20,7 @@ from . import compile_ahead, other_projects, paths
 from .built_package import Built, load
 from .built_package import module as package_module
 from .device import NotCountedError, added_mb, counted
+from .lazy import torch
 from .progress import Progress
 from .report import Goal, Measured, Row, failed, floor_ms, geomean, judged, name_of, passed, said
 from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
@@ -166,7 +167,6 @@ def polar_express_bf16(g):
 
 def made(problem: Problem, generator, device: str):
     """(B, m, n) of the problem's dtype on the device of the generator."""
-    import torch
 
     def normal(*shape: int):
         return torch.randn(shape, generator=generator, device=device)
@@ -228,8 +228,6 @@ class Case:
     """Input sets on the device, ours and the baseline over them, launched and as graphs."""
 
     def __init__(self, inputs: Sequence, built: Built, compiled: Callable) -> None:
-        import torch
-
         self.package, self.compiled = built.package, compiled
         self.inputs = inputs
         self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
@@ -251,8 +249,6 @@ class Case:
 
     def capture(self) -> None:
         """One graph per input set and side; they take turns in one pool of memory."""
-        import torch
-
         # A graph of an earlier case that the collector destroyed in a capture would end it.
         gc.collect()
         gc.disable()
@@ -262,8 +258,6 @@ class Case:
             gc.enable()
 
     def _capture(self, pool: tuple[int, int]) -> None:
-        import torch
-
         for name, call in self.captured.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
@@ -293,8 +287,6 @@ class Case:
 
     def replay_repeats(self) -> bool:
         """Whether a replay writes the bits of a launch."""
-        import torch
-
         if "ours" not in self.graphs:
             return True
 
@@ -420,8 +412,6 @@ def forced_rows(
 
 def heavy_task(problem: Problem, built: Built) -> Task:
     """Random matrices of heavy tails."""
-    import torch
-
     generator = torch.Generator("cuda").manual_seed(0)
     sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
     inputs = [made(problem, generator, "cuda") for _ in range(sets)]
@@ -445,15 +435,12 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
 
 def _compiled_anew() -> Callable:
     """The baseline for the next shape; the compiler keeps at most eight."""
-    import torch
-
     torch._dynamo.reset()
     return torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
 
 
 def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
     """The baseline of each shape that is not measured yet."""
-    import torch
 
     def job(problem: Problem) -> None:
         x = torch.randn(problem.shape, device="cuda").to(getattr(torch, problem.dtype))
@@ -503,8 +490,6 @@ def real_task(problem: Problem, built: Built) -> Task:
 
 def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """One matrix of each specimen; distances on the non-zero subspace."""
-    import torch
-
     from . import matrices
 
     before, compiled = None, polar_express_bf16
@@ -531,8 +516,6 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """A GPT's momenta, heavy tails, 20 shapes from the commit, known spectra; peers' rows last."""
-    import torch
-
     if not progress.is_over:
         compile_ahead.run(__name__, built, progress.measured)
     for width in REAL:
@@ -608,8 +591,6 @@ def of_least_traffic() -> float | str:
 
 def main() -> None:
     """One call, after one that is not counted: the child that ncu looks at."""
-    import torch
-
     built = load()
     generator = torch.Generator("cuda").manual_seed(0)
     x = made(COUNTED, generator, "cuda")

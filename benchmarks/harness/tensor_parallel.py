@@ -18,6 +18,7 @@ from typing import Any
 
 from . import report
 from .built_package import Built, module
+from .lazy import torch
 from .optimizer_step.several_gpus import Ranks
 from .progress import Progress
 from .report import Goal, Row
@@ -91,20 +92,14 @@ class ThreadRank:
         return self._noted(sum(self.together.all_given(self.rank, value)))
 
     def reduced_rows(self, partial: Any) -> Any:
-        import torch
-
         partials = self.together.all_given(self.rank, partial)
         parts = torch.stack([one.chunk(self.world)[self.rank] for one in partials])
         return self._noted(parts).sum(0, dtype=torch.float32)
 
     def gathered(self, rows: Any) -> Any:
-        import torch
-
         return self._noted(torch.cat(self.together.all_given(self.rank, rows)))
 
     def exchanged(self, going: Any, sent: Any, _: Any) -> Any:
-        import torch
-
         given = self.together.all_given(self.rank, going.split(sent))
         return self._noted(torch.cat([parts[self.rank] for parts in given]))
 
@@ -127,8 +122,6 @@ class Alone:
         return self._next()
 
     def reduced_rows(self, partial: Any) -> Any:
-        import torch
-
         return self._next().sum(0, dtype=torch.float32)
 
     def gathered(self, rows: Any) -> Any:
@@ -147,8 +140,6 @@ def sharded_by_threads(
     built: Built, x: Any, world: int, schedule: str = "auto"
 ) -> tuple[Any, list]:
     """The result of as many ranks as threads, put together, and what the first was given."""
-    import torch
-
     sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     method, dtype = iteration_of(built, x)
     together, results, shards = Together(world), [None] * world, x.chunk(world)
@@ -183,8 +174,6 @@ def iteration_of(built: Built, x: Any) -> tuple[str, Any]:
 
 def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> tuple[Row, str]:
     """What the first of eight ranks computes, over the whole iteration of an owner."""
-    import torch
-
     sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     x = gaussian(side)
     method, dtype = iteration_of(built, x)
@@ -215,8 +204,6 @@ def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> 
 
 def gaussian(side: int, seed: int = 0) -> Any:
     """A Gaussian matrix on this device, the same on every rank."""
-    import torch
-
     made = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(side, side, generator=made, device="cuda")
 
@@ -238,8 +225,6 @@ def product_rows(
     built: Built, ranks: Ranks, name: str, m: int, n: int, k: int
 ) -> Iterator[tuple[Row, str]]:
     """Gathered and scattered products, fused over plain, eager and replayed."""
-    import torch
-
     tp, made = built.package.tensor_parallel, torch.Generator("cuda").manual_seed(ranks.rank)
     kind = {"generator": made, "device": "cuda", "dtype": torch.bfloat16}
     weight = torch.randn(n, k, **kind).t()
@@ -281,8 +266,6 @@ def product_rows(
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
     """A replay of the call as a CUDA graph."""
-    import torch
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

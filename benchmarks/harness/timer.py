@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from .lazy import torch
+
 # Calls of a burst. The host is read off shorter ones: a full queue of launches makes it wait for
 # the device.
 CALLS, HOST_CALLS, BURSTS = 30, 8, 7
@@ -47,17 +49,14 @@ class CudaStopwatch:
     """An event pair per call. The host runs ahead, so no launch gap is timed."""
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
         self._events: list[tuple] = []
 
     def pause(self, ms: float) -> None:
         """Occupy the device for about so long, in which the host queues what is timed next."""
-        self._torch.cuda._sleep(round(ms * CYCLES_PER_MS))
+        torch.cuda._sleep(round(ms * CYCLES_PER_MS))
 
     def time(self, call: Callable[[], object]) -> None:
-        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         stop.record()
@@ -65,7 +64,7 @@ class CudaStopwatch:
 
     def finish(self) -> list[float]:
         """Milliseconds of every call since construction, in order."""
-        self._torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in self._events]
 
 
@@ -167,8 +166,6 @@ def clock(
         now: seconds.
     """
     if synchronize is None:
-        import torch
-
         synchronize = torch.cuda.synchronize
     watch = {"synchronize": synchronize, "now": now}
     for call in variants.values():

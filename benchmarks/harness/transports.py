@@ -17,6 +17,7 @@ from typing import Any
 
 from . import built_package, report
 from .built_package import Built
+from .lazy import torch
 from .optimizer_step import one_gpu, several_gpus
 from .report import Goal, Row
 
@@ -67,7 +68,6 @@ class Link:
     def __init__(
         self, built: Built, ranks: several_gpus.Ranks, size: int, matrices: int = 1
     ) -> None:
-        import torch
         from torch import distributed
 
         module = built_package.module(built.package, "distributed.transport")
@@ -124,8 +124,6 @@ def median(ranks: several_gpus.Ranks, call: Callable[[], object]) -> float:
 
 def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Line]:
     """C3 and C13: bytes that leave every GPU in an exchange, and what setting it up takes."""
-    import torch
-
     link, seen, rates, setup = Link(built, ranks, size), [], {}, {}
     for name in link.transports():
         link.once()
@@ -150,7 +148,6 @@ def beside(
     ranks: several_gpus.Ranks, launch: Callable[[], object], times: int, work: Callable[[], object]
 ) -> float:
     """Milliseconds of work on the current stream while exchanges run on theirs."""
-    import torch
     from torch import distributed
 
     distributed.barrier()
@@ -171,8 +168,6 @@ def contention(
     built: Built, ranks: several_gpus.Ranks, n: int, count: int, size: int, goal: float
 ) -> Iterator[Line]:
     """C2: Newton-Schulz of `count` matrices (n, n) beside exchanges one behind another."""
-    import torch
-
     half = torch.float16 if ranks.device.type == "cuda" else torch.float32
     x = torch.randn((1, n, n), device=ranks.device).to(half)
 
@@ -248,8 +243,6 @@ def step(
     built: Built, ranks: several_gpus.Ranks, row: str, model: str, form: str, goal: float
 ) -> Iterator[Line]:
     """C5 to C7: a whole step over that by the all-to-all, whose bits it must have."""
-    import torch
-
     bits, times, missing = None, {}, "WRONG RESULTS"
     for name in TRANSPORTS:
         kind = type(name, (StepCase,), {"name": name})

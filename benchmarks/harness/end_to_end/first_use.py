@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..lazy import torch
 from ..report import Row
 from ..sources import ROOT
 
@@ -104,8 +105,6 @@ def measure(sizes: Sequence[int], *, compiler: bool = False) -> dict[str, float]
 
 def main(sizes: Sequence[int], device: str = "cuda") -> None:
     """In the fresh process: print seconds by number of tokens as JSON."""
-    import torch
-
     from .. import built_package
 
     moe = built_package.load(ROOT, device).package.moe

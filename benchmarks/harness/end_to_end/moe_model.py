@@ -16,6 +16,7 @@ from typing import Any
 
 from ..built_package import Built, settle
 from ..device import peak_mb
+from ..lazy import torch
 from ..report import Goal, Row, failed, judged, said
 from ..timer import LEAST_SETS, clock
 
@@ -112,8 +113,6 @@ class Side:
     """A model, what it trains, and its step."""
 
     def __init__(self, problem: Problem, model: Any, device: str) -> None:
-        import torch
-
         self.model = self.run = model
         if problem.kind == "frozen":
             model.requires_grad_(False)
@@ -132,8 +131,6 @@ class Side:
 
     def compile(self) -> None:
         """Run the model under torch.compile from here on."""
-        import torch
-
         self.run = torch.compile(self.model, dynamic=False)
 
     def step(self, number: int) -> None:
@@ -151,8 +148,6 @@ class Side:
 
     def outcome(self) -> tuple[float, float]:
         """(loss, norm of the gradient of all that trains) of the first batch."""
-        import torch
-
         ids = self.batches[0]
         loss = self.run(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -184,8 +179,6 @@ def compare(ours: Side, baseline: Side) -> tuple[bool, float]:
 
 def block_distances(ours: Side, baseline: Side) -> list[float]:
     """Relative distance of every block's output on the input that the baseline gives it."""
-    import torch
-
     seen = []
     hooks = [
         block.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], first(out))))
@@ -207,7 +200,6 @@ def first(out: Any) -> Any:
 
 def random_model(problem: Problem, device: str, dtype: Any) -> Any:
     """The model; equal calls give equal weights."""
-    import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -244,7 +236,6 @@ def pair(problem: Problem, built: Built, device: str, dtype: Any) -> tuple[Side,
 
 def _with_peft(model: Any) -> Any:
     """LoRA of PEFT on the experts, none of whose factors is zero."""
-    import torch
     from peft import LoraConfig, get_peft_model
 
     names = [f"mlp.experts.{target}" for target in TARGETS]
@@ -298,8 +289,6 @@ def why_not(problem: Problem) -> str | None:
 
 def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
     """The rows of these cases; one that cannot run is said, and has none."""
-    import torch
-
     for case in cases:
         problem = CASES[case]
         if reason := why_not(problem):
@@ -317,8 +306,6 @@ def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
 
 def measure(problem: Problem, built: Built) -> tuple[Row, str]:
     """The row of one case and its printed line."""
-    import torch
-
     ours, baseline = pair(problem, built, "cuda", torch.bfloat16)
     if problem.mode == "compile":
         ours.compile()
@@ -368,8 +355,6 @@ def warm_up(calls: Mapping[str, Callable[[int], object]], built: Built) -> None:
 
 def compiled_step(baseline: Side):
     """The baseline's step under torch.compile, by the same parameters; None where that fails."""
-    import torch
-
     run = torch.compile(baseline.model, dynamic=False)
     eager = baseline.run
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import other_projects, timer
 from ..built_package import demo_modules
+from ..lazy import torch
 from .tokens import Tokens
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
@@ -82,8 +83,6 @@ def _muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _torch_muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
-    import torch
-
     matrices, rest = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
     rule = {"lr": lr, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
     return [torch.optim.Muon(matrices["params"], **rule), _adamw(rest["params"], lr)]
@@ -121,8 +120,6 @@ def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _adamw(params: Any, lr: float) -> Any:
-    import torch
-
     return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
 
@@ -223,8 +220,6 @@ class Stamps:
     def _now(self) -> Any:
         if not self.on_gpu:
             return time.perf_counter()
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -240,8 +235,6 @@ class Pretraining:
     """The model, its text, and runs over them."""
 
     def __init__(self, plan: Plan, tokens: Tokens, package: ModuleType, device: str) -> None:
-        import torch
-
         self.plan, self.package, self.device = plan, package, device
         self.demo = demo_modules()
         sizes = (plan.layers, plan.channels, plan.heads, plan.context, plan.vocabulary)
@@ -265,21 +258,15 @@ class Pretraining:
     def wait(self) -> None:
         """Until the device is idle."""
         if self.device == "cuda":
-            import torch
-
             torch.cuda.synchronize()
 
     def _compute(self, batch: tuple[Any, Any]) -> Any:
-        import torch
-
         on_gpu = self.device == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
             return self.loss(*batch)
 
     def reset(self, seed: int) -> None:
         """The first weights of a seed, in the parameters that the compiled model has."""
-        import torch
-
         if seed not in self.initial:
             fresh = self.demo["model"].Decoder(self.config, seed=seed)
             self.initial[seed] = [p.detach().to(self.device) for p in fresh.parameters()]
@@ -290,8 +277,6 @@ class Pretraining:
 
     def starts(self, seed: int, steps: int) -> Any:
         """First tokens of every sequence of every step, (steps, B) int64, on the device."""
-        import torch
-
         generator = torch.Generator().manual_seed(seed)
         size = (steps, self.plan.batch)
         drawn = torch.randint(len(self.train) - self.plan.context, size, generator=generator)
@@ -327,8 +312,6 @@ class Pretraining:
             seed: of weights and batches.
             other: a run of the same seed that this one must keep up with.
         """
-        import torch
-
         plan, run = self.plan, Run(lr, seed)
         self.reset(seed)
         optimizer = Optimizers(ALL_KINDS[name].make(self.package, self.model, lr))

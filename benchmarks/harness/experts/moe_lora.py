@@ -17,6 +17,7 @@ from .. import compile_ahead, other_projects
 from ..built_package import Built, settle
 from ..built_package import module as package_module
 from ..device import peak_mb
+from ..lazy import torch
 from ..progress import Progress
 from ..report import Measured, Row, failed, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
@@ -39,8 +40,6 @@ class LayerCase:
     """One set of inputs on the device, ours and the baseline over the same values."""
 
     def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
-        import torch
-
         self.layer, self.package, self.moe = layer, built.package, built.package.moe
         self.peft_factors = package_module(built.package, "moe.lora").PeftFactors
         generator = torch.Generator(device).manual_seed(42 + seed)
@@ -130,7 +129,6 @@ class LayerCase:
 
     def baseline(self):
         """Split LoRA by grouped products of torch, the rows sorted beforehand."""
-        import torch
         import torch.nn.functional as F
 
         token = self.slots // self.layer.top_k
@@ -151,7 +149,6 @@ class LayerCase:
 
     def activated(self, wide):
         """(M, 2I) -> (M, I) by torch."""
-        import torch
         import torch.nn.functional as F
 
         if not self.layer.is_gpt_oss:
@@ -163,8 +160,6 @@ class LayerCase:
 
     def exact(self, leaves: Sequence[Any]):
         """The layer in float64 with W + s A B, one expert after the other."""
-        import torch
-
         x, gates, *factors = leaves
         factors = [f.unbind() for f in factors]  # each expert's gradient would fill a whole stack
         biases = [b.double() for b in self.biases] if self.biases else None
@@ -188,8 +183,6 @@ class LayerCase:
 
     def with_gradients(self, run, leaves) -> list:
         """The result and the gradient of every leaf."""
-        import torch
-
         y = run()
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
 
@@ -247,8 +240,6 @@ class LayerCase:
 
     def change(self) -> None:
         """The trained factors in place, as an optimizer does; references were of the old ones."""
-        import torch
-
         self.forget()
         with torch.no_grad():
             for factor in (*self.factors, *self.peft):
@@ -257,8 +248,6 @@ class LayerCase:
 
 def calls_of(case: LayerCase, run: Callable | None = None) -> dict[str, dict[str, Any]]:
     """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}; `run` instead of the case's `ours`."""
-    import torch
-
     run = run or case.ours
 
     def forward(run):
@@ -287,8 +276,6 @@ def is_compared(layer: Layer) -> bool:
 
 def input_sets(layer: Layer, built: Built) -> list[LayerCase]:
     """Enough of them that none is in the cache at its turn."""
-    import torch
-
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes, l2))]
 
@@ -320,8 +307,6 @@ def variant_rows(
     factor: float = ERROR_FACTOR,
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one way to compute the layer, by turns with the baseline."""
-    import torch
-
     good, error, error_baseline = cases[0].compare(lambda: run(cases[0]), factor)
     if not is_compared(layer):
         cases[0].forget()
@@ -417,8 +402,6 @@ def rows(
     tokens: int = 2048,
 ) -> Iterator[tuple[Row, str]]:
     """The file's layers, then peers'; or the models, ranks and tokens that were asked for."""
-    import torch
-
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not progress.is_over:
         print(built.package.explain("grouped_lora_linear", device="cuda"))

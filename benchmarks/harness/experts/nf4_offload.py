@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from ..built_package import Built, settle
 from ..device import peak_mb
+from ..lazy import torch
 from ..report import Goal, Measured, Row, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD
@@ -28,7 +29,6 @@ BASELINE = "the same model, experts on the device"
 
 def build(built: Built, sizes: tuple[int, int, int, int], layers: int, tokens: int, device: str):
     """The model, a function of (tokens, hidden) and an input; experts are quantised one by one."""
-    import torch
     from torch import nn
 
     experts, hidden, intermediate, top_k = sizes
@@ -94,8 +94,6 @@ def build(built: Built, sizes: tuple[int, int, int, int], layers: int, tokens: i
 @contextlib.contextmanager
 def repeatable_kernels() -> Iterator[None]:
     """torch refuses what is not repeatable, and cuBLAS without a workspace of its own."""
-    import torch
-
     before = os.environ.get(WORKSPACE)
     os.environ[WORKSPACE] = ":4096:8"
     torch.use_deterministic_algorithms(True)
@@ -117,7 +115,6 @@ def offload_row(
     device: str = "cuda",
 ) -> tuple[Row, str]:
     """The row and its printed line."""
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 from ..device import NotCountedError, counted
+from ..lazy import torch
 from .goals import TRAFFIC
 from .problems import MODELS, Layer
 
@@ -58,8 +59,6 @@ def by_layer(kernels: list[float]) -> list[float]:
 
 def main() -> None:
     """Forward of each layer once: the child that ncu looks at."""
-    import torch
-
     from .. import built_package
     from .moe_lora import calls_of
     from .quant import BYTES, PackedCase

@@ -19,6 +19,7 @@ from .. import compile_ahead
 from ..built_package import Built, settle
 from ..device import copy_call, peak_mb
 from ..elementwise import Dequant, DequantCase
+from ..lazy import torch
 from ..progress import Progress
 from ..report import Goal, Measured, Row, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
@@ -94,7 +95,6 @@ class PackedCase(LayerCase):
         if self.layer.format != "nf4":
             yield from (module.decode() for module in self.packed)
             return
-        import torch
         from bitsandbytes import functional
 
         for module in self.packed:
@@ -137,8 +137,6 @@ def layer_rows(
     others: tuple[str, ...],
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
-    import torch
-
     torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
     weights = BYTES_OF[layer.format] * 3 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
@@ -243,8 +241,6 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
     bitsandbytes decodes whole stacks, of which it then takes the named experts, if these are not
     all.
     """
-    import torch
-
     experts, hidden, intermediate, _ = sizes
     shapes = (2 * intermediate, hidden), (hidden, intermediate)
     moved = int(sum(active * rows * columns for rows, columns in shapes) * (BYTES + 2))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from .. import compile_ahead, other_projects, paths
 from ..built_package import Built
 from ..device import added_mb
+from ..lazy import torch
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..progress import Progress
 from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
@@ -96,8 +97,6 @@ class StepCase:
     """A model's parameters on the device, ours over them and torch's AdamW over copies."""
 
     def __init__(self, model: Model, built: Built, device: str = "cuda", mesh=None) -> None:
-        import torch
-
         self.package, self.device, self.mesh = built.package, device, mesh
         self.generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, model.dtype)
@@ -129,13 +128,9 @@ class StepCase:
         return self.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
 
     def _normal(self, shape: tuple[int, ...]):
-        import torch
-
         return torch.randn(shape, device=self.device, generator=self.generator)
 
     def _parameter(self, shape: tuple[int, ...], dtype):
-        import torch
-
         return torch.nn.Parameter(self._placed((self._normal(shape) * 0.02).to(dtype)))
 
     def _placed(self, tensor):
@@ -148,8 +143,6 @@ class StepCase:
 
     def _gradient(self, param):
         """A diag(1/k) B^T of unit columns for a matrix, scaled; Gaussian for an embedding."""
-        import torch
-
         shape = param.shape
         if all(param is not matrix for matrix in self.matrices):
             return self._placed((self._normal(shape) * 1e-3).to(param.dtype))
@@ -184,8 +177,6 @@ class StepCase:
         from it than five steps of Polar Express in bfloat16, which peers use. Parameters of 16 bits
         are rounded on both sides. None: ours.
         """
-        import torch
-
         optimizer = self.ours if optimizer is None else optimizer
 
         self.give(0)
@@ -216,8 +207,6 @@ class StepCase:
 
     def moves(self, optimizer) -> bool:
         """Whether a step changes every parameter, and leaves finite numbers."""
-        import torch
-
         before = [param.detach().clone() for param in self.params]
         self.call(optimizer)(0)
         return all(
@@ -267,8 +256,6 @@ def peer_row(
 
     Its error is the distance from our rule's step, which nanochat's does not follow.
     """
-    import torch
-
     torch._dynamo.reset()  # it keeps eight compilations of a function, and fails at the next
     case = StepCase(model, built, device)
     optimizer = case.peer(peer)
@@ -301,8 +288,6 @@ def sharded_case(model: Model) -> str:
 
 def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
     """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
-    import torch
-
     name = sharded_case(model)
     with mesh_of_one(device) as mesh:
         plain = StepCase(model, built, device)
@@ -354,8 +339,6 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row of the file, peers' last."""
-    import torch
-
     for model in LISTED:
         if progress.begin(model.case):
             yield from measure(model, built)
