@@ -62,7 +62,7 @@ def push_share(
     """The rate of a push as a share of that of device copies of as many bytes."""
     push = module(built.package, "kernels.communication").push
     total = 4 * count * rows * columns  # bytes read and written
-    sets = min(cold_sets(total, torch.cuda.get_device_properties(0).L2_cache_size), 8)
+    sets = min(cold_sets(total), 8)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     srcs = [[torch.randn(rows, columns, **kind) for _ in range(count)] for _ in range(sets)]
     whole = [[torch.zeros(rows, pitch, **kind) for _ in range(count)] for _ in range(sets)]

@@ -16,7 +16,7 @@ from .built_package import Built
 from .device import added_mb, copy_call
 from .lazy import torch
 from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, line, passed
+from .report import Row, failed, floor_ms, line, passed
 from .timer import cold_sets, times
 
 MOST_SETS = 64  # of inputs; thousands of small tensors would take longer to make than to time
@@ -31,28 +31,17 @@ MOST = 5 * 10**8  # elements of a random group: 14 GB for adamw
 
 def measure(problem: Dequant | Group, built: Built) -> tuple[Row, str]:
     """The row of one problem and its printed line."""
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
     kind = DequantCase if isinstance(problem, Dequant) else GroupCase
-    case = kind(problem, built, min(cold_sets(problem.bytes_moved, l2), MOST_SETS))
-    same, error, error_baseline = case.compare()
+    case = kind(problem, built, min(cold_sets(problem.bytes_moved), MOST_SETS))
+    same, *errors = case.compare()
     if not same:
         row = failed(problem.case)
         return row, line(row, gigabytes=0)
     peak_mb = added_mb(lambda: case.ours(0))
     calls = {"ours": case.ours, "baseline": case.baseline, "copy": copy_call(problem.bytes_moved)}
     found = times(calls, sets=len(case.sets))
-    row = passed(
-        problem.case,
-        Measured(
-            times=found["ours"],
-            floor_ms=floor_ms(bytes_moved=problem.bytes_moved),
-            baseline=case.baseline_name,
-            baseline_times=found["baseline"],
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+    least = floor_ms(bytes_moved=problem.bytes_moved)
+    row = passed(problem.case, found, case.baseline_name, least, errors=errors, peak_mb=peak_mb)
     return row, line(row, gigabytes=problem.bytes_moved / 1e9, copy_ms=found["copy"].ms)
 
 

@@ -22,7 +22,7 @@ from .built_package import module as package_module
 from .device import NotCountedError, added_mb, counted
 from .lazy import torch
 from .progress import Progress
-from .report import Goal, Measured, Row, failed, floor_ms, geomean, judged, name_of, passed, said
+from .report import Goal, Row, failed, floor_ms, geomean, judged, name_of, passed, said
 from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
 
 SHAPES = (
@@ -309,30 +309,6 @@ class PeerCase(Case):
         return self.call(self.inputs[number])
 
 
-def row_of(
-    case: str,
-    least: float,
-    found: Distances,
-    taken: Mapping[str, Times],
-    peak_mb: float,
-    variant: str = "auto",
-) -> Row:
-    """The row of timed calls."""
-    return passed(
-        case,
-        Measured(
-            times=taken["ours"],
-            floor_ms=least,
-            baseline=BASELINE,
-            baseline_times=taken["baseline"],
-            error=found.ours,
-            error_baseline=found.baseline,
-            peak_mb=peak_mb,
-        ),
-        variant,
-    )
-
-
 def line(row: Row, found: Distances) -> str:
     """One printed line; the distance is in those of five exact steps."""
     name = name_of(row)
@@ -378,7 +354,9 @@ def measure(
         case.capture()
         if case.replay_repeats():
             taken = case.times(bursts, known)
-            row = row_of(task.name, task.least, distance, taken, peak_mb, variant)
+            errors = distance.ours, distance.baseline
+            kept = {"variant": variant, "errors": errors, "peak_mb": peak_mb}
+            row = passed(task.name, taken, BASELINE, task.least, **kept)
     return row, line(row, distance)
 
 
@@ -413,8 +391,7 @@ def forced_rows(
 def heavy_task(problem: Problem, built: Built) -> Task:
     """Random matrices of heavy tails."""
     generator = torch.Generator("cuda").manual_seed(0)
-    sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
-    inputs = [made(problem, generator, "cuda") for _ in range(sets)]
+    inputs = [made(problem, generator, "cuda") for _ in range(cold_sets(problem.bytes_moved))]
     exact = Exact(built.package, inputs[0])
     return Task(problem.case, inputs, exact.distances, problem.floor_ms, 1.02)
 
@@ -502,14 +479,13 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         problem = Problem(*x.shape, name)
         compiled = compiled if problem.shape == before else _compiled_anew()
         before = problem.shape
-        sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
         exact = there.distance(reference.newton_schulz(there.x, COEFFICIENTS, SCALE))
 
         def found(ours, baseline, there=there, exact=exact) -> Distances:
             mine, theirs = there.distance(ours[0]), there.distance(baseline[0])
             return Distances(mine, theirs, mine / exact)
 
-        inputs = [x.clone() for _ in range(min(sets, 16))]
+        inputs = [x.clone() for _ in range(min(cold_sets(problem.bytes_moved), 16))]
         task = Task(f"zoo/{name}", inputs, found, problem.floor_ms, matrices.allowed(name))
         yield measure(task, Case(inputs, built, compiled))
 

@@ -68,8 +68,10 @@ class CudaStopwatch:
         return [start.elapsed_time(stop) for start, stop in self._events]
 
 
-def cold_sets(bytes_per_call: int, l2_bytes: int) -> int:
-    """Input sets to take turns over: enough that none is in the cache, and at least LEAST_SETS."""
+def cold_sets(bytes_per_call: int, l2_bytes: int | None = None) -> int:
+    """Input sets to take turns over: enough that none is in the cache (None: this GPU's)."""
+    if l2_bytes is None:
+        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return max(LEAST_SETS, math.ceil(COLD * l2_bytes / max(bytes_per_call, 1)))
 
 

@@ -19,7 +19,7 @@ from ..built_package import module as package_module
 from ..device import peak_mb
 from ..lazy import torch
 from ..progress import Progress
-from ..report import Measured, Row, failed, judged, line, passed, said
+from ..report import Row, failed, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import goals, projections
 from .problems import Layer, listed, of_model, random_layers
@@ -276,8 +276,7 @@ def is_compared(layer: Layer) -> bool:
 
 def input_sets(layer: Layer, built: Built) -> list[LayerCase]:
     """Enough of them that none is in the cache at its turn."""
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes, l2))]
+    return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes))]
 
 
 def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
@@ -307,7 +306,7 @@ def variant_rows(
     factor: float = ERROR_FACTOR,
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one way to compute the layer, by turns with the baseline."""
-    good, error, error_baseline = cases[0].compare(lambda: run(cases[0]), factor)
+    good, *errors = cases[0].compare(lambda: run(cases[0]), factor)
     if not is_compared(layer):
         cases[0].forget()
     torch.cuda.empty_cache()
@@ -334,17 +333,17 @@ def variant_rows(
             bursts=BURSTS if wanted else FEW_BURSTS,
             rounds=ROUNDS,
         )
-        measured = Measured(
-            times=found["ours"],
-            floor_ms=floor,
-            baseline=BASELINE,
-            baseline_times=found["baseline"],
-            error=error,
-            error_baseline=error_baseline,
+        row = passed(
+            name,
+            found,
+            BASELINE,
+            floor,
+            variant=variant,
+            errors=errors,
             peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
             peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
         )
-        row = judged(passed(name, measured, variant), wanted, {})
+        row = judged(row, wanted, {})
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
         yield row, line(row, gigabytes=layer.weight_bytes / 1e9) + memory + said(row)
 

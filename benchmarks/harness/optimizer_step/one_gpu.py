@@ -18,7 +18,7 @@ from ..device import added_mb
 from ..lazy import torch
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..progress import Progress
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Row, failed, line, passed
 from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
@@ -214,12 +214,11 @@ class StepCase:
             for param, old in zip(self.params, before, strict=True)
         )
 
-    def times(self, optimizer, **options) -> tuple[Times, Times]:
-        """A step of the optimizer and of the baseline, by turns; options of `timer.times`."""
-        calls = {"ours": self.call(optimizer), "baseline": self.call(self.baseline)}
+    def times(self, ours, baseline=None, **options) -> dict[str, Times]:
+        """Two calls by turns; None: a step of the baseline. Options are those of `timer.times`."""
+        calls = {"ours": ours, "baseline": baseline or self.call(self.baseline)}
         options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS, **options}
-        found = times(calls, sets=len(self.gradients), **options)
-        return found["ours"], found["baseline"]
+        return times(calls, sets=len(self.gradients), **options)
 
 
 def row_of(
@@ -228,9 +227,9 @@ def row_of(
     """The row of an optimizer that passed its gate; options are those of `times`."""
     case.give(0)
     peak_mb = added_mb(optimizer.step)
-    ours, baseline = case.times(optimizer, **options)
-    measured = Measured(ours, model.floor_ms, case.baseline_name, baseline, *errors, peak_mb)
-    return passed(model.case, measured, variant)
+    found = case.times(case.call(optimizer), **options)
+    kept = {"variant": variant, "errors": errors, "peak_mb": peak_mb}
+    return passed(model.case, found, case.baseline_name, model.floor_ms, **kept)
 
 
 def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
@@ -298,22 +297,10 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
         if not all(torch.equal(a.detach().to_local(), b.detach()) for a, b in pairs):
             row = failed(name)
             return row, line(row, gigabytes=0)
-        peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
-        calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS}
-        found = times(calls, sets=len(plain.gradients), **options)
-        row = passed(
-            name,
-            Measured(
-                times=found["ours"],
-                floor_ms=model.floor_ms,
-                baseline="the same step over plain parameters",
-                baseline_times=found["baseline"],
-                error=0.0,
-                error_baseline=0.0,
-                peak_mb=peak_mb,
-            ),
-        )
+        step, baseline = sharded.call(sharded.ours), "the same step over plain parameters"
+        peak_mb = added_mb(lambda: step(0))
+        found = plain.times(step, plain.call(plain.ours))
+        row = passed(name, found, baseline, model.floor_ms, peak_mb=peak_mb)
         return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 

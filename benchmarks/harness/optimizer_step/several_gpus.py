@@ -21,7 +21,7 @@ from typing import Any
 from ..built_package import Built
 from ..device import added_mb
 from ..lazy import torch
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, passed
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Row, failed, passed
 from ..timer import Times, burst
 from .one_gpu import DECAY, LR, SHAPES, TIMED, WARMUP, Model
 
@@ -336,25 +336,22 @@ class RankCase:
             extra += added_mb(self.ours.step)
         return self.ranks.largest(extra)
 
-    def times(self, rounds: int) -> tuple[Times, Times]:
+    def times(self, rounds: int) -> dict[str, Times]:
         """A step of ours and of the baseline, by turns, on the slowest rank."""
         calls = {"ours": self.ours.step, "baseline": self.baseline}
-        kinds = ("ms", "wall_ms", "host_ms")
-        found = {name: {kind: [] for kind in kinds} for name in calls}
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
         for _ in range(WARMUP + rounds):
             for name, call in calls.items():
                 torch.distributed.barrier()
-                wall, host = burst(
+                clock = burst(
                     lambda _, call=call: call(), 0, IN_BURST, 1, synchronize=self.ranks.synchronize
                 )
-                taken = (self.ranks.milliseconds(call), *map(self.ranks.largest, (wall, host)))
-                for kind, value in zip(kinds, taken, strict=True):
-                    found[name][kind].append(value)
-        ours, baseline = (
-            Times(**{kind: statistics.median(values[WARMUP:]) for kind, values in of_one.items()})
-            for of_one in found.values()
-        )
-        return ours, baseline
+                device_ms = self.ranks.milliseconds(call)
+                found[name].append((device_ms, *map(self.ranks.largest, clock)))
+        return {
+            name: Times(*map(statistics.median, zip(*taken[WARMUP:], strict=True)))
+            for name, taken in found.items()
+        }
 
 
 def _local(tensor):
@@ -377,24 +374,13 @@ def _distance(found, expected) -> float:
 def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> tuple[Row, str]:
     """The row of one problem and its printed line."""
     case = RankCase(problem, built, ranks)
-    good, error, error_baseline = case.compare()
+    good, *errors = case.compare()
     if not good:
         row = failed(problem.case)
         return row, f"{row.case:<30} WRONG RESULTS, not timed: {case.verdict}"
     peak_mb = case.extra_mb()
-    ours, baseline = case.times(rounds)
-    row = passed(
-        problem.case,
-        Measured(
-            times=ours,
-            floor_ms=problem.floor_ms(ranks.count),
-            baseline=case.baseline_name,
-            baseline_times=baseline,
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+    found, least = case.times(rounds), problem.floor_ms(ranks.count)
+    row = passed(problem.case, found, case.baseline_name, least, errors=errors, peak_mb=peak_mb)
     line = (
         f"{row.case:<30}{row.wall_ms:>8.2f}{row.host_ms:>8.2f}{row.ms:>8.2f}{row.floor_ms:>8.2f}"
         f"{row.fraction_of_floor:>8.1%}{row.baseline_wall_ms:>9.2f}{row.speedup:>7.2f}x"
