@@ -29,7 +29,7 @@ from ..optimizers._steps import TinyTransformer, language_loss, parameters, valu
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..optimizers.test_update_rules import groups_of
 from ..test_readme import blocks
-from ._models import build, tokens
+from ._models import tokens
 from ._trainers import plain_trainer, settings, sft_trainer
 
 
@@ -250,13 +250,11 @@ def test_axolotl(opt, contract, tmp_path) -> None:
     train(model, optimizer)
 
 
-def test_axolotl_runs_lora_on_experts(opt, contract, device) -> None:
+def test_axolotl_runs_lora_on_experts(opt, contract, device, fresh) -> None:
     contract.module("axolotl.integrations.base", BasePlugin=object)
     page = contract.load("axolotl.md")
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    model = peft.get_peft_model(
-        build("qwen3_moe").to(device), peft.LoraConfig(r=3, target_parameters=targets)
-    )
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(r=3, target_parameters=targets))
     ids = tokens().to(device)
     before = model(ids).logits
     page.ExpertsPlugin().post_model_load(SimpleNamespace(), model)
