@@ -340,11 +340,7 @@ class Task:
 
 
 def measure(
-    task: Task,
-    case: Case,
-    variant: str = "auto",
-    bursts: int = BURSTS,
-    known: Times | None = None,
+    task: Task, case: Case, variant: str = "auto", bursts: int = BURSTS, known: Times | None = None
 ) -> tuple[Row, str]:
     """Gate, then time; the last arguments are those of `Case.times`."""
     distance = task.found(case.ours(0), case.baseline(0))

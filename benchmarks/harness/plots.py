@@ -103,10 +103,7 @@ def _table(results: dict[str, dict]) -> tuple[list[str], str]:
             lines.append(line)
             machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
             machines += [machine] * (machine not in machines)
-    head = [
-        "| wall-clock time of | ours, ms | best peer, ms | times faster |",
-        "|---|--:|---|--:|",
-    ]
+    head = ["| wall-clock time of | ours, ms | best peer, ms | times faster |", "|---|--:|---|--:|"]
     said = f"{'; '.join(machines)}. Below 1 the peer is faster."
     return [*head, *lines] if lines else [], said
 

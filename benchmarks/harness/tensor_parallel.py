@@ -37,10 +37,7 @@ TOLERANCE = 2e-2  # relative distance of a sharded result from the owner's
 ROUNDINGS = 3  # of bfloat16, that a fused result may be from a plain one
 SCALINGS = {"bf16": None, "fp8": "rowwise_sharded"}
 # M of all ranks, N, K; the smaller one takes float8 too little time to be fused.
-PRODUCTS = {
-    "bf16": ((4096, 3584, 8192), (16384, 3584, 8192)),
-    "fp8": ((16384, 3584, 8192),),
-}
+PRODUCTS = {"bf16": ((4096, 3584, 8192), (16384, 3584, 8192)), "fp8": ((16384, 3584, 8192),)}
 PATIENCE = 120  # seconds that a rank waits for the others
 ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 

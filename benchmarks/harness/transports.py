@@ -194,12 +194,7 @@ def contention(
 
 
 def gather(
-    built: Built,
-    ranks: several_gpus.Ranks,
-    count: int,
-    n: int,
-    goal: float,
-    host_goal: float,
+    built: Built, ranks: several_gpus.Ranks, count: int, n: int, goal: float, host_goal: float
 ) -> Iterator[Line]:
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
     link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)

@@ -386,10 +386,7 @@ REFUSED = [
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
     ({"target_modules": ["input_layernorm"]}, "is not supported"),
-    (
-        {"target_modules": ["q_proj", "q_prj"]},
-        r"target_modules: \['q_prj'\] are names",
-    ),
+    ({"target_modules": ["q_proj", "q_prj"]}, r"target_modules: \['q_prj'\] are names"),
     (
         {"target_modules": ["q_proj", "down_proj"]},
         r"'down_proj'.* of no modules; .* experts are stacks that have LoRA without being named",

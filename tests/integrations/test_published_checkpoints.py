@@ -15,16 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
-from ._models import (
-    FP32,
-    STACKS,
-    attached,
-    build,
-    experts_of,
-    logits,
-    step,
-    tokens,
-)
+from ._models import FP32, STACKS, attached, build, experts_of, logits, step, tokens
 from ._published import (
     BNB,
     CHANNELS,

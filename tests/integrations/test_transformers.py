@@ -17,15 +17,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors
-from ._models import (
-    FP32,
-    MODELS,
-    assert_close_tensors,
-    build,
-    experts_of,
-    step,
-    tokens,
-)
+from ._models import FP32, MODELS, assert_close_tensors, build, experts_of, step, tokens
 from ._moe_table import PAGE, classes, committed, page, row, tiny, written_for
 
 ROUTER_LOSS = {name: {"output_router_logits": True} for name in MODELS if name != "deepseek_v3"}

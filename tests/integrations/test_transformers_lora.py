@@ -8,12 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from .._compare import (
-    assert_error_at_most,
-    assert_same_bits,
-    assert_same_tensors,
-    fail_at,
-)
+from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, fail_at
 from ._models import (
     DISTINCT,
     FP32,

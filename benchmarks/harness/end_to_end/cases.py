@@ -167,12 +167,7 @@ def recipe() -> Recipe:
 
 
 def trainings(
-    cases: Sequence[str],
-    plan: Plan,
-    tokens: Tokens,
-    built: Built,
-    device: str,
-    progress: Progress,
+    cases: Sequence[str], plan: Plan, tokens: Tokens, built: Built, device: str, progress: Progress
 ) -> Iterator[tuple[Row, str]]:
     """A row of each optimizer; the model is compiled once."""
     training = Pretraining(plan, tokens, built.package, device)

@@ -131,10 +131,7 @@ def floors(layer: Layer, active: int) -> dict[str, float]:
 
 
 def layer_rows(
-    layer: Layer,
-    built: Built,
-    directions: tuple[str, ...],
-    others: tuple[str, ...],
+    layer: Layer, built: Built, directions: tuple[str, ...], others: tuple[str, ...]
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
     torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only

@@ -28,10 +28,7 @@ HOST_CALLS = 2  # whose 400 launches each a queue of 1024 takes
 
 # Matrices for Muon, parameters for AdamW.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
-    "gpt2-124M": (
-        ((768, 768),) * 48 + ((3072, 768),) * 12 + ((768, 3072),) * 12,
-        ((50304, 768),),
-    ),
+    "gpt2-124M": (((768, 768),) * 48 + ((3072, 768),) * 12 + ((768, 3072),) * 12, ((50304, 768),)),
     "nanochat-d20": (
         ((1280, 1280),) * 80 + ((5120, 1280),) * 20 + ((1280, 5120),) * 20,
         ((65536, 1280),) * 2,
