@@ -136,10 +136,7 @@ def test_form_can_be_broken(path: tuple, value: object, expected: str | None) ->
 def checkout(harness, tmp_path: Path) -> Path:
     """A copy of the measured sources, a README with markers and one result file."""
     harness.copy_sources("elementwise", tmp_path)
-    markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
-    for name in harness.plots.BETWEEN:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"# title\n{markers}\ntail\n")
+    harness.write_pages(tmp_path)
     write_results(harness, tmp_path)
     return tmp_path
 

@@ -255,8 +255,7 @@ def test_merge_and_unmerge(opt, fresh, dtype, parts) -> None:
         with pytest.raises(ValueError, match="merged"):
             action()
     opt.integrations.unmerge_lora(model)
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, weights[name])
+    assert_same_tensors(dict(model.named_parameters()), weights)
     assert_same_bits(logits(model), adapted)
     with pytest.raises(ValueError, match="nothing is merged"):
         opt.integrations.unmerge_lora(model)
@@ -291,8 +290,7 @@ def test_a_merge_that_runs_out_of_memory_takes_back_what_it_did(
         with pytest.raises(torch.OutOfMemoryError):
             opt.integrations.merge_lora(model)
         assert len(calls) == 2
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, weights[name])
+    assert_same_tensors(dict(model.named_parameters()), weights)
     assert_same_bits(logits(model), adapted)
     opt.integrations.merge_lora(model)
 
