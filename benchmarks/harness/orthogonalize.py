@@ -68,23 +68,15 @@ def least_flops(shape: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Inputs of one shape and kind.
+    """Inputs of one shape and kind."""
 
-    Args:
-        batch, m, n: the shape.
-        content: "heavy" or "real".
-        dtype: of the input.
-        label: before the shape in names.
-        width: of the GPT whose momenta they are.
-    """
-
-    batch: int
+    batch: int  # matrices of m x n
     m: int
     n: int
-    content: str
-    dtype: str = "float32"
-    label: str = ""
-    width: int = 0
+    content: str  # "heavy" or "real"
+    dtype: str = "float32"  # of the input
+    label: str = ""  # before the shape in names
+    width: int = 0  # of the GPT whose momenta they are
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -322,21 +314,14 @@ def line(row: Row, found: Distances) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is orthogonalized, and what counts as right.
+    """What is orthogonalized, and what counts as right."""
 
-    Args:
-        name: of the case.
-        inputs: batches (B, m, n) of one shape.
-        found: (result, baseline's) of the first batch -> distances from the polar factor.
-        least: milliseconds of the floor.
-        allowed: `Distances.worst` at most.
-    """
-
-    name: str
-    inputs: Sequence
+    name: str  # of the case
+    inputs: Sequence  # batches (B, m, n) of one shape
+    # (result, baseline's) of the first batch -> distances from the polar factor.
     found: Callable[[Any, Any], Distances]
-    least: float
-    allowed: float
+    least: float  # milliseconds of the floor
+    allowed: float  # `Distances.worst` at most
 
 
 def measure(

@@ -55,17 +55,11 @@ class MissingError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer that can be imported.
+    """A peer that can be imported."""
 
-    Args:
-        name: of CHECKOUTS.
-        commit: of its checkouts.
-        call: what the peer's rows time; see the adapters below.
-    """
-
-    name: str
-    commit: str
-    call: Callable[..., Any]
+    name: str  # of CHECKOUTS
+    commit: str  # of its checkouts
+    call: Callable[..., Any]  # what the peer's rows time; see the adapters below
 
 
 def offered(*names: str) -> Iterator[Peer]:

@@ -34,38 +34,25 @@ MACHINE = ("gpu", "driver", "torch", "triton")
 
 @dataclass(frozen=True)
 class TrainingRow(Row):
-    """A training from scratch. What has no meaning for it is absent, such as a floor.
+    """A training from scratch. What has no meaning for it is absent, such as a floor."""
 
-    Args:
-        lr: the rate with the least held-out loss of `sweep`, multiplied by a schedule.
-        lr_at_edge: whether that is the first or the last one tried.
-        sweep: {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
-            that was stopped after so many steps, with that loss if it was a number.
-        seed: of the run that the next fields are about.
-        loss: held-out, nats per token, at the end.
-        loss_mean: over `seeds`.
-        seeds: {"seed", "loss"} at the best rate.
-        steps: of a run.
-        tokens: that a run has trained on.
-        tokens_per_s: in the median stretch between two evaluations.
-        optimizer_ms: between device events around `step()`.
-        curve: (seconds, mean train loss); evaluations are not counted.
-        held_out: (steps, seconds, loss).
-    """
-
+    # the rate with the least held-out loss of `sweep`, multiplied by a schedule.
     lr: float | None = None
-    lr_at_edge: bool | None = None
+    lr_at_edge: bool | None = None  # whether that is the first or the last one tried
+    # {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
+    # that was stopped after so many steps, with that loss if it was a number.
     sweep: list[dict] | None = None
-    seed: int | None = None
-    loss: float | None = None
-    loss_mean: float | None = None
-    seeds: list[dict] | None = None
-    steps: int | None = None
-    tokens: int | None = None
-    tokens_per_s: float | None = None
-    optimizer_ms: float | None = None
+    seed: int | None = None  # of the run that the next fields are about
+    loss: float | None = None  # held-out, nats per token, at the end
+    loss_mean: float | None = None  # over `seeds`
+    seeds: list[dict] | None = None  # {"seed", "loss"} at the best rate
+    steps: int | None = None  # of a run
+    tokens: int | None = None  # that a run has trained on
+    tokens_per_s: float | None = None  # in the median stretch between two evaluations
+    optimizer_ms: float | None = None  # between device events around `step()`
+    # (seconds, mean train loss); evaluations are not counted.
     curve: list[tuple[float, float]] | None = None
-    held_out: list[tuple[int, float, float]] | None = None
+    held_out: list[tuple[int, float, float]] | None = None  # (steps, seconds, loss)
 
 
 def selected(asked: Sequence[str]) -> list[str]:

@@ -35,15 +35,10 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @dataclass(frozen=True)
 class FirstCalls(Row):
-    """First calls; `value` is the slowest of what the case names, and at most `target` is wanted.
+    """First calls: `value` is the slowest of those in its case, at most `target` is wanted."""
 
-    Args:
-        compiler: whether the process needed a C compiler.
-        parts: value by number of tokens.
-    """
-
-    compiler: bool | None = None
-    parts: dict[str, float] | None = None
+    compiler: bool | None = None  # whether the process needed a C compiler
+    parts: dict[str, float] | None = None  # value by number of tokens
 
 
 def rows(cases: Sequence[str]) -> Iterator[tuple[FirstCalls, str]]:

@@ -51,23 +51,14 @@ QWEN3_30B = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, how its experts train, and how it runs.
+    """A model, how its experts train, and how it runs."""
 
-    Args:
-        tokens: of a step.
-        kind: "lora", "frozen", or "nf4": LoRA over experts in 4 bits.
-        mode: "eager" or "compile", of ours; the baseline is eager.
-        layers: of the model.
-        sequence: tokens of a sequence at most.
-        sizes: of the model's configuration.
-    """
-
-    tokens: int
-    kind: str
-    mode: str
-    layers: int = 8
-    sequence: int = 2048
-    sizes: tuple[tuple[str, int], ...] = tuple(QWEN3_30B.items())
+    tokens: int  # of a step
+    kind: str  # "lora", "frozen", or "nf4": LoRA over experts in 4 bits
+    mode: str  # "eager" or "compile", of ours; the baseline is eager
+    layers: int = 8  # of the model
+    sequence: int = 2048  # tokens of a sequence at most
+    sizes: tuple[tuple[str, int], ...] = tuple(QWEN3_30B.items())  # of the model's configuration
 
     @property
     def case(self) -> str:
@@ -98,14 +89,10 @@ CASES = {problem.case: problem for problem in LISTED}
 
 @dataclass(frozen=True)
 class ModelRow(Row):
-    """A step of a model; host and memory are those of a whole step.
+    """A step of a model; host and memory are those of a whole step."""
 
-    Args:
-        tokens_per_s: by the clock.
-        baseline_compiled_wall_ms: of the baseline under torch.compile, where that runs.
-    """
-
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # by the clock
+    # of the baseline under torch.compile, where that runs.
     baseline_compiled_wall_ms: float | None = None
 
 

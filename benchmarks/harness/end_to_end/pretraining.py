@@ -29,37 +29,25 @@ STILL = 1e-3  # of the rate, in bursts for the clock: two optimizers step the sa
 
 @dataclass(frozen=True)
 class Plan:
-    """Size of the model and of a run.
+    """Size of the model and of a run."""
 
-    Args:
-        layers, channels, heads, context: of the model.
-        vocabulary: of the tokens.
-        batch: sequences of a step.
-        steps: of a run.
-        warmup: steps of the linear way up.
-        down: share of the steps of the linear way down.
-        every: steps between evaluations, in which nothing is waited for.
-        held_out: batches of an evaluation, the same ones every time.
-        behind: nats by which a rate may lie behind another one at the same step; then it stops.
-        averaged: steps of which the curve shows the mean train loss.
-        bursts, calls: of the clock.
-    """
-
+    # Layers to context are of the model.
     layers: int = 12
     channels: int = 768
     heads: int = 12
     context: int = 1024
-    vocabulary: int = 16384
-    batch: int = 32
-    steps: int = 400
-    warmup: int = 30
-    down: float = 0.4
-    every: int = 100
-    held_out: int = 8
+    vocabulary: int = 16384  # of the tokens
+    batch: int = 32  # sequences of a step
+    steps: int = 400  # of a run
+    warmup: int = 30  # steps of the linear way up
+    down: float = 0.4  # share of the steps of the linear way down
+    every: int = 100  # steps between evaluations, in which nothing is waited for
+    held_out: int = 8  # batches of an evaluation, the same ones every time
+    # nats by which a rate may lie behind another one at the same step; then it stops.
     behind: float = 0.5
-    averaged: int = 10
-    bursts: int = 3
-    calls: int = timer.CALLS
+    averaged: int = 10  # steps of which the curve shows the mean train loss
+    bursts: int = 3  # of the clock
+    calls: int = timer.CALLS  # of the clock
 
     @property
     def tokens(self) -> int:
@@ -169,25 +157,18 @@ class Optimizers:
 
 @dataclass
 class Run:
-    """One run, or what there is of it: one whose loss is no number or hopeless ends early.
+    """One run, or what there is of it: one whose loss is no number or hopeless ends early."""
 
-    Args:
-        lr: main rate.
-        seed: of weights and batches.
-        held_out: (steps, seconds, loss) of each evaluation; seconds are those of the steps.
-        curve: (seconds, mean train loss) of each few steps.
-        step_ms: per step, of each stretch between evaluations.
-        optimizer_ms: median between the events around `step()`.
-        stopped: whether it ended early.
-    """
-
-    lr: float
-    seed: int
+    lr: float  # main rate
+    seed: int  # of weights and batches
+    # (steps, seconds, loss) of each evaluation; seconds are those of the steps.
     held_out: list[tuple[int, float, float]] = field(default_factory=list)
+    # (seconds, mean train loss) of each few steps.
     curve: list[tuple[float, float]] = field(default_factory=list)
+    # per step, of each stretch between evaluations.
     step_ms: list[float] = field(default_factory=list)
-    optimizer_ms: float = math.nan
-    stopped: bool = False
+    optimizer_ms: float = math.nan  # median between the events around `step()`
+    stopped: bool = False  # whether it ended early
 
     @property
     def loss(self) -> float:
