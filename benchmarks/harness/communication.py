@@ -8,14 +8,14 @@ turns with their baselines, over input sets that the L2 cache does not hold.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from . import report
 from .built_package import Built, module
 from .lazy import torch
 from .progress import Progress
-from .report import Goal, Row
+from .report import Goal, Line, Rows
 from .timer import cold_sets, medians
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
@@ -42,7 +42,7 @@ EXCHANGE = ("exchange/launches", "exchange/copies")
 MATRICES = 16
 
 
-def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Progress) -> Rows:
     """Each row and its printed line."""
     for case, shape in PUSHES.items():
         if cases.begin(case):
@@ -56,9 +56,7 @@ def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
     cases.begin()
 
 
-def push_share(
-    built: Built, case: str, count: int, rows: int, columns: int, pitch: int
-) -> tuple[Row, str]:
+def push_share(built: Built, case: str, count: int, rows: int, columns: int, pitch: int) -> Line:
     """The rate of a push as a share of that of device copies of as many bytes."""
     push = module(built.package, "kernels.communication").push
     total = 4 * count * rows * columns  # bytes read and written
@@ -84,9 +82,7 @@ def push_share(
     return figure(case, value, "Tensor.copy_", PUSH_SHARE, unit="of a copy's rate")
 
 
-def product_ratios(
-    built: Built, case: str, m: int, n: int, k: int, chunks: int
-) -> list[tuple[Row, str]]:
+def product_ratios(built: Built, case: str, m: int, n: int, k: int, chunks: int) -> list[Line]:
     """Times with all signals set over those without signals, and over cuBLAS's."""
     product = Product(built, m, n, k, chunks)
     times = {}
@@ -172,7 +168,7 @@ class Product:
         return torch.equal(signalled, out) and ours <= ERROR * theirs and self.status.item() == 0
 
 
-def exchange_counts(built: Built) -> list[tuple[Row, str]]:
+def exchange_counts(built: Built) -> list[Line]:
     """What the device runs for momenta that go to their owner, and updates that come back."""
     communication = module(built.package, "kernels.communication")
     momentum = module(built.package, "kernels").momentum

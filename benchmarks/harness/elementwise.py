@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 from .built_package import Built
 from .device import added_mb, copy_call
 from .lazy import torch
 from .progress import Progress
-from .report import Row, failed, floor_ms, line, passed
+from .report import Line, Rows, failed, floor_ms, line, passed
 from .timer import cold_sets, times
 
 MOST_SETS = 64  # of inputs; thousands of small tensors would take longer to make than to time
@@ -29,7 +28,7 @@ MU, LR, DECAY, BETAS, EPS = 0.95, 1e-3, 0.1, (0.9, 0.95), 1e-8
 MOST = 5 * 10**8  # elements of a random group: 14 GB for adamw
 
 
-def measure(problem: Dequant | Group, built: Built) -> tuple[Row, str]:
+def measure(problem: Dequant | Group, built: Built) -> Line:
     """The row of one problem and its printed line."""
     kind = DequantCase if isinstance(problem, Dequant) else GroupCase
     case = kind(problem, built, min(cold_sets(problem.bytes_moved), MOST_SETS))
@@ -403,7 +402,7 @@ class GroupCase:
         return same, error / norm, error_baseline / norm
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Every row of the file: the listed cases, then 10 shapes of either kind from the commit."""
     seed = int(built.commit[:8], 16)
     dequants = (*LISTED_DEQUANTS, *random_dequants(seed))

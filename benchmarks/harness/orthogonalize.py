@@ -13,7 +13,7 @@ import functools
 import gc
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from . import compile_ahead, other_projects, paths
@@ -22,7 +22,7 @@ from .built_package import module as package_module
 from .device import NotCountedError, added_mb, counted
 from .lazy import torch
 from .progress import Progress
-from .report import Goal, Row, failed, floor_ms, geomean, judged, name_of, passed, said
+from .report import Goal, Line, Row, Rows, failed, floor_ms, geomean, judged, name_of, passed, said
 from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
 
 SHAPES = (
@@ -326,7 +326,7 @@ class Task:
 
 def measure(
     task: Task, case: Case, variant: str = "auto", bursts: int = BURSTS, known: Times | None = None
-) -> tuple[Row, str]:
+) -> Line:
     """Gate, then time; the last arguments are those of `Case.times`."""
     distance = task.found(case.ours(0), case.baseline(0))
     row = failed(task.name, variant)
@@ -341,9 +341,7 @@ def measure(
     return row, line(row, distance)
 
 
-def peer_row(
-    task: Task, built: Built, compiled: Callable, peer: other_projects.Peer
-) -> Iterator[tuple[Row, str]]:
+def peer_row(task: Task, built: Built, compiled: Callable, peer: other_projects.Peer) -> Rows:
     """The row of a peer; it must come nearer to the polar factor than zero is."""
     judged = dataclasses.replace(task, allowed=math.inf)
     case = PeerCase(task.inputs, built, compiled, peer.call)
@@ -351,9 +349,7 @@ def peer_row(
     yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
 
 
-def forced_rows(
-    problem: Problem, task: Task, row: Row, built: Built, compiled: Callable
-) -> Iterator[tuple[Row, str]]:
+def forced_rows(problem: Problem, task: Task, row: Row, built: Built, compiled: Callable) -> Rows:
     """Rows of the paths that are compared with what "auto" takes; `row` has the baseline."""
     known = Times(row.baseline_ms, row.baseline_wall_ms, row.baseline_host_ms)
     walls = {}
@@ -377,7 +373,7 @@ def heavy_task(problem: Problem, built: Built) -> Task:
     return Task(problem.case, inputs, exact.distances, problem.floor_ms, 1.02)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Rows:
     task = heavy_task(problem, built)
     is_listed = problem.dtype == "float32" and not problem.label
     bursts = BURSTS if is_listed else FEW_BURSTS
@@ -446,7 +442,7 @@ def real_task(problem: Problem, built: Built) -> Task:
     return Task(problem.case, inputs, found, problem.floor_ms, 1.1)
 
 
-def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def _zoo_rows(built: Built, progress: Progress) -> Rows:
     """One matrix of each specimen; distances on the non-zero subspace."""
     from . import matrices
 
@@ -471,7 +467,7 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         yield measure(task, Case(inputs, built, compiled))
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """A GPT's momenta, heavy tails, 20 shapes from the commit, known spectra; peers' rows last."""
     if not progress.is_over:
         compile_ahead.run(__name__, built, progress.measured)

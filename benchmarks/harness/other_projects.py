@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .report import Row
+from .report import Line, Rows
 
 VARIABLE = "PEERS"
 AXOLOTL_KERNELS = "axolotl.integrations.kernels.libs.scattermoe_lora"
@@ -73,9 +73,7 @@ def offered(*names: str) -> Iterator[Peer]:
             _say_once(f"no rows of {name}: {reason}")
 
 
-def rows(
-    peer: Peer, make: Callable[[], Iterable[tuple[Row, str]]], seconds: float = math.inf
-) -> Iterator[tuple[Row, str]]:
+def rows(peer: Peer, make: Callable[[], Iterable[Line]], seconds: float = math.inf) -> Rows:
     """What `make` measures of a peer; if it fails, or takes longer, that is said instead."""
     try:
         with _within(seconds):

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class Row:
     unit: str | None = None
     target: float | None = None
     transport: str | None = None
+
+
+Line = tuple[Row, str]  # and what is printed of it
+Rows = Iterator[Line]
 
 
 def passed(
@@ -196,7 +200,7 @@ def figure(
     *,
     unit: str,
     missing: str = "WRONG RESULTS",
-) -> tuple[Row, str]:
+) -> Line:
     """The row of one value with its goal, and its line; `missing` is why there is no value."""
     if value is None:
         return Row(case=case, variant="auto", ok=False), f"{case:<52}{missing}, not timed"

@@ -12,7 +12,7 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from .built_package import Built, module
 from .lazy import torch
 from .optimizer_step.several_gpus import Ranks
 from .progress import Progress
-from .report import Goal, Row
+from .report import Goal, Line, Rows
 from .timer import medians
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
@@ -45,7 +45,7 @@ ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 figure = functools.partial(report.figure, unit=UNIT)
 
 
-def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Progress) -> Rows:
     """Each row that one GPU can show, and its printed line."""
     if cases.begin(SHARE):
         yield share_of_one_rank(built)
@@ -169,7 +169,7 @@ def iteration_of(built: Built, x: Any) -> tuple[str, Any]:
     return choice.method, choice.dtype
 
 
-def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> tuple[Row, str]:
+def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> Line:
     """What the first of eight ranks computes, over the whole iteration of an owner."""
     sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     x = gaussian(side)
@@ -210,7 +210,7 @@ def distance(found: Any, expected: Any) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-def rows_on_ranks(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
+def rows_on_ranks(built: Built, ranks: Ranks) -> Rows:
     """Each row that several GPUs of one host show, and its printed line."""
     for name, shapes in PRODUCTS.items():
         for shape in shapes:
@@ -218,9 +218,7 @@ def rows_on_ranks(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
     yield sharded_row(built, ranks)
 
 
-def product_rows(
-    built: Built, ranks: Ranks, name: str, m: int, n: int, k: int
-) -> Iterator[tuple[Row, str]]:
+def product_rows(built: Built, ranks: Ranks, name: str, m: int, n: int, k: int) -> Rows:
     """Gathered and scattered products, fused over plain, eager and replayed."""
     tp, made = built.package.tensor_parallel, torch.Generator("cuda").manual_seed(ranks.rank)
     kind = {"generator": made, "device": "cuda", "dtype": torch.bfloat16}
@@ -294,7 +292,7 @@ def by_clock(ranks: Ranks, variants: Mapping[str, Callable[[], object]]) -> dict
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def sharded_row(built: Built, ranks: Ranks) -> tuple[Row, str]:
+def sharded_row(built: Built, ranks: Ranks) -> Line:
     """A sharded iteration over that of one owner, while the others wait."""
     case = f"sharded_ns/{SIDE}/{ranks.count}gpus"
     x = gaussian(SIDE)

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from .lazy import torch
 
@@ -35,14 +34,6 @@ COLD = 3  # times the L2 cache between two uses of a set
 # twice as long as the clock said that the host needs.
 PAUSE_MS, HOST_TWICE = 1.0, 2.0
 CYCLES_PER_MS = 2_000_000
-
-
-class Stopwatch(Protocol):
-    """Times calls on a device without waiting for each."""
-
-    def pause(self, ms: float) -> None: ...
-    def time(self, call: Callable[[], object]) -> None: ...
-    def finish(self) -> list[float]: ...
 
 
 class CudaStopwatch:
@@ -83,7 +74,7 @@ def medians(
     warmup: int = 5,
     host_ms: Mapping[str, float] | None = None,
     alone: bool = False,
-    stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
+    stopwatch: Callable[[], CudaStopwatch] = CudaStopwatch,
 ) -> dict[str, float]:
     """Median milliseconds per variant.
 

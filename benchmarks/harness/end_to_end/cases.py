@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .. import other_projects
 from ..built_package import Built
 from ..progress import Progress
-from ..report import Row, difference, failed
+from ..report import Row, Rows, difference, failed
 from . import first_use, moe_model
 from .pretraining import ALL_KINDS, PEERS, Plan, Pretraining, Run, choose
 from .tokens import Recipe, Tokens
@@ -136,7 +136,7 @@ def rows(
     progress: Progress,
     tokens: Tokens | None = None,
     device: str = "cuda",
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """The rows of these cases; `tokens` are of the recipe's vocabulary, for trainings."""
     asked = [case for case in cases if not is_of_experts(case)]
     if progress.upcoming(*asked):
@@ -155,7 +155,7 @@ def recipe() -> Recipe:
 
 def trainings(
     cases: Sequence[str], plan: Plan, tokens: Tokens, built: Built, device: str, progress: Progress
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """A row of each optimizer; the model is compiled once."""
     training = Pretraining(plan, tokens, built.package, device)
     training.warm_up()
@@ -175,7 +175,7 @@ def trainings(
         yield from other_projects.rows(peer, functools.partial(peer_row, name, training))
 
 
-def peer_row(name: str, training: Pretraining) -> Iterator[tuple[Row, str]]:
+def peer_row(name: str, training: Pretraining) -> Rows:
     """The row of a peer's optimizer."""
     row = replace(training_row(name, training), variant=name)
     yield row, line(row)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..built_package import Built, settle
 from ..device import peak_mb
 from ..lazy import torch
-from ..report import Goal, Row, failed, judged, said
+from ..report import Goal, Line, Row, Rows, failed, judged, said
 from ..timer import LEAST_SETS, clock
 
 RANK, SCALE = 16, 2.0
@@ -274,7 +274,7 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Sequence[str]) -> Rows:
     """The rows of these cases; one that cannot run is said, and has none."""
     for case in cases:
         problem = CASES[case]
@@ -291,7 +291,7 @@ def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
         torch.cuda.empty_cache()
 
 
-def measure(problem: Problem, built: Built) -> tuple[Row, str]:
+def measure(problem: Problem, built: Built) -> Line:
     """The row of one case and its printed line."""
     ours, baseline = pair(problem, built, "cuda", torch.bfloat16)
     if problem.mode == "compile":

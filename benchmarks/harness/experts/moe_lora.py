@@ -19,7 +19,7 @@ from ..built_package import module as package_module
 from ..device import peak_mb
 from ..lazy import torch
 from ..progress import Progress
-from ..report import Row, failed, judged, line, passed, said
+from ..report import Rows, failed, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import goals, projections
 from .problems import Layer, listed, of_model, random_layers
@@ -269,25 +269,20 @@ def cases_of(layer: Layer) -> list[str]:
     return [f"{layer.name}/{direction}" for direction in DIRECTIONS]
 
 
-def is_compared(layer: Layer) -> bool:
-    """Whether the layer has rows of Triton's path and of peers beside what "auto" takes."""
-    return goals.is_judged(layer)
-
-
 def input_sets(layer: Layer, built: Built) -> list[LayerCase]:
     """Enough of them that none is in the cache at its turn."""
     return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes))]
 
 
-def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
+def measure(layer: Layer, names: Sequence[str], built: Built) -> Rows:
     """The rows of one layer that have these names, and their printed lines."""
     cases = input_sets(layer, built)
     yield from variant_rows(layer, names, cases, "auto", LayerCase.ours)
-    if is_compared(layer):
+    if goals.is_judged(layer):
         yield from variant_rows(layer, names, cases, "triton", lambda c: c.ours("triton"))
 
 
-def peer_rows(layer: Layer, built: Built, peer: other_projects.Peer) -> Iterator[tuple[Row, str]]:
+def peer_rows(layer: Layer, built: Built, peer: other_projects.Peer) -> Rows:
     """The rows of a peer over a layer of ours."""
 
     def run(case: LayerCase):
@@ -304,10 +299,10 @@ def variant_rows(
     variant: str,
     run: Callable[[LayerCase], Any],
     factor: float = ERROR_FACTOR,
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """Every direction of one way to compute the layer, by turns with the baseline."""
     good, *errors = cases[0].compare(lambda: run(cases[0]), factor)
-    if not is_compared(layer):
+    if not goals.is_judged(layer):
         cases[0].forget()
     torch.cuda.empty_cache()
     calls = [calls_of(case, functools.partial(run, case)) for case in cases]
@@ -359,7 +354,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     def job(layer: Layer) -> None:
         case = LayerCase(layer, built, 0)
         runs = [case.ours]
-        if is_compared(layer):
+        if goals.is_judged(layer):
             runs.append(lambda: case.ours("triton"))
         for run in runs:
             for calls in calls_of(case, run).values():
@@ -389,7 +384,7 @@ def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Job
 
 def peer_units(peer: other_projects.Peer) -> Iterator[tuple[Layer, list[str]]]:
     """Layers that a peer is measured on, and what their rows are called in the file's progress."""
-    for layer in filter(is_compared, listed()):
+    for layer in filter(goals.is_judged, listed()):
         yield layer, [other_projects.unit(case, peer) for case in cases_of(layer)]
 
 
@@ -399,7 +394,7 @@ def rows(
     models: Sequence[str] = (),
     ranks: Sequence[int] = (16,),
     tokens: int = 2048,
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """The file's layers, then peers'; or the models, ranks and tokens that were asked for."""
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not progress.is_over:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ..built_package import Built, settle
 from ..device import peak_mb
 from ..lazy import torch
-from ..report import Goal, Row, failed, judged, line, passed, said
+from ..report import Goal, Line, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD
 from .problems import MODELS, Layer
@@ -113,7 +113,7 @@ def offload_row(
     layers: int = LAYERS,
     tokens: int = TOKENS,
     device: str = "cuda",
-) -> tuple[Row, str]:
+) -> Line:
     """The row and its printed line."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -21,7 +21,7 @@ from ..device import copy_call, peak_mb
 from ..elementwise import Dequant, DequantCase
 from ..lazy import torch
 from ..progress import Progress
-from ..report import Goal, Row, failed, floor_ms, judged, line, passed, said
+from ..report import Goal, Line, Rows, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import nf4_traffic
 from .goals import COPY, COPY_FEW, packed_goals
@@ -132,7 +132,7 @@ def floors(layer: Layer, active: int) -> dict[str, float]:
 
 def layer_rows(
     layer: Layer, built: Built, directions: tuple[str, ...], others: tuple[str, ...]
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
     torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
     weights = BYTES_OF[layer.format] * 3 * layer.experts * layer.hidden * layer.intermediate
@@ -213,9 +213,7 @@ def in_bfloat16(layer: Layer, built: Built, direction: str, sets: int) -> Callab
     return lambda number: calls[number]()
 
 
-def guarded(
-    make: Callable[[], Iterator[tuple[Row, str]]], cases: Sequence[str]
-) -> Iterator[tuple[Row, str]]:
+def guarded(make: Callable[[], Rows], cases: Sequence[str]) -> Rows:
     """The rows of `make`; if it raises, rows that are not ok for the cases that are missing."""
     missing = dict.fromkeys(cases)
     try:
@@ -230,7 +228,7 @@ def guarded(
             yield row, f"{line(row, gigabytes=0)}  {type(error).__name__}: {said_last}"
 
 
-def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
+def dequant_row(name: str, sizes, active: int, built: Built) -> Line:
     """Decoding so many experts of both projections, beside a copy of as many bytes.
 
     bitsandbytes decodes whole stacks, of which it then takes the named experts, if these are not
@@ -314,7 +312,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     return jobs
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
     from .nf4_offload import MODEL, offload_row
 

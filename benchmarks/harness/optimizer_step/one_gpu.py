@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import contextmanager
 
 from .. import compile_ahead, other_projects, paths
@@ -18,7 +18,7 @@ from ..device import added_mb
 from ..lazy import torch
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..progress import Progress
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Row, failed, line, passed
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Line, Row, Rows, failed, line, passed
 from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
@@ -229,7 +229,7 @@ def row_of(
     return passed(model.case, found, case.baseline_name, model.floor_ms, **kept)
 
 
-def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
+def measure(model: Model, built: Built, device: str = "cuda") -> Rows:
     """The row of one model and its printed line, then on torch's products."""
     case = StepCase(model, built, device)
     good, *errors = case.compare()
@@ -245,9 +245,7 @@ def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[
         yield row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
-def peer_row(
-    model: Model, built: Built, peer: other_projects.Peer, device: str = "cuda"
-) -> Iterator[tuple[Row, str]]:
+def peer_row(model: Model, built: Built, peer: other_projects.Peer, device: str = "cuda") -> Rows:
     """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
 
     Its error is the distance from our rule's step, which nanochat's does not follow.
@@ -282,7 +280,7 @@ def sharded_case(model: Model) -> str:
     return f"{model.case}/fsdp2"
 
 
-def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
+def measure_shards(model: Model, built: Built, device: str = "cuda") -> Line:
     """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
     name = sharded_case(model)
     with mesh_of_one(device) as mesh:
@@ -321,7 +319,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     }
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Every row of the file, peers' last."""
     for model in LISTED:
         if progress.begin(model.case):

@@ -21,7 +21,7 @@ from typing import Any
 from ..built_package import Built
 from ..device import added_mb
 from ..lazy import torch
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Row, failed, passed
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Line, Rows, failed, passed
 from ..timer import Times, burst
 from .one_gpu import DECAY, LR, SHAPES, TIMED, WARMUP, Model
 
@@ -371,7 +371,7 @@ def _distance(found, expected) -> float:
     return _norm([a.double() - b.double() for a, b in pairs])
 
 
-def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> tuple[Row, str]:
+def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> Line:
     """The row of one problem and its printed line."""
     case = RankCase(problem, built, ranks)
     good, *errors = case.compare()
@@ -395,9 +395,7 @@ HEADING = (
 )
 
 
-def rows(
-    built: Built, ranks: Ranks, left: list[str], end: float | None = None
-) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, ranks: Ranks, left: list[str], end: float | None = None) -> Rows:
     """Every row of the file; on CPUs those of the tiny set.
 
     Cases that would begin after `end`, a time of `time.monotonic`, are added to `left` instead, on
