@@ -265,9 +265,7 @@ class Case:
     def times(self, bursts: int = BURSTS, known: Times | None = None) -> dict[str, Times]:
         """Eager calls by the clock; the device's time is that of a replay, where there is one.
 
-        Args:
-            bursts: as of `timer.clock`.
-            known: of the baseline, which then does not run.
+        The baseline does not run where its times are `known`.
         """
         replays = {
             name: lambda number, name=name: self.graphs[name][number].replay()

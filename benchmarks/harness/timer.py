@@ -191,16 +191,9 @@ def times(
     device: Mapping[str, Callable[[int], object]] | None = None,
     **options,
 ) -> dict[str, Times]:
-    """The clock and the device's time of every variant.
+    """The clock and the device's time of every variant; `device` has other calls for the latter.
 
-    Args:
-        variants: name -> call of an input set's number, as a user makes it.
-        sets: input sets that the calls take turns over.
-        between: as of `clock`.
-        bursts: as of `clock`.
-        host_calls: as of `clock`.
-        device: what the device's time is taken of, where it is not the same calls.
-        options: of `medians`.
+    The named arguments are those of `clock`, the options those of `medians`.
     """
     shown = clock(variants, sets=sets, between=between, bursts=bursts, host_calls=host_calls)
     host = {name: host for name, (_, host) in shown.items()}

@@ -70,9 +70,7 @@ def figure(case: str, found: dict[str, float] | None, *, compiler: bool) -> tupl
 def measure(sizes: Sequence[int], *, compiler: bool = False) -> dict[str, float] | None:
     """Seconds of forward and backward by number of tokens, in a fresh process; None if it fails.
 
-    Args:
-        sizes: experts, hidden and intermediate size, experts per token.
-        compiler: leave the PATH as it is.
+    Sizes are those of SIZES; for a `compiler` the PATH is left as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton"}

@@ -285,13 +285,9 @@ class Pretraining:
         self.untrained = self.evaluate()
 
     def run(self, name: str, lr: float, seed: int, other: Run | None = None) -> Run:
-        """Train from scratch; nothing is waited for between two evaluations.
+        """Train from scratch at this peak rate; nothing is waited for between two evaluations.
 
-        Args:
-            name: of the optimizer.
-            lr: main rate at its peak.
-            seed: of weights and batches.
-            other: a run of the same seed that this one must keep up with.
+        The run must keep up with the `other` one of its seed.
         """
         plan, run = self.plan, Run(lr, seed)
         self.reset(seed)

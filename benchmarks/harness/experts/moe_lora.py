@@ -205,11 +205,9 @@ class LayerCase:
         return right, plain
 
     def compare(self, run=None, factor: float = ERROR_FACTOR) -> tuple[bool, float, float]:
-        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's).
+        """(every error is at most `factor` of the baseline's, the worst of ours, the baseline's).
 
-        Args:
-            run: what is compared; None for `ours`.
-            factor: what takes the place of 1.5.
+        Compares what `run` gives, without it `ours`.
         """
         right, plain = self.references()
         ours = self.with_gradients(run or self.ours, [self.x, self.gates, *self.peft])
