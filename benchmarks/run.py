@@ -234,12 +234,7 @@ def measure_on_ranks(
 ) -> int:
     """Measure a file on the ranks of torchrun, until `end`; returns the exit status.
 
-    Args:
-        name: one of ON_RANKS; "tensor_parallel" knows neither CPUs nor an end.
-        out: folder of the results.
-        draft: print only.
-        device: "cuda", or "cpu" for a try.
-        end: by time.monotonic.
+    "tensor_parallel" knows neither CPUs nor an end.
     """
     import torch
     from harness import built_package, report, tensor_parallel, transports

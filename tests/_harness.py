@@ -37,6 +37,11 @@ class Harness:
         for path in self.sources.source_files(entry):
             write_files(root, {path.relative_to(ROOT).as_posix(): path.read_text()})
 
+    def write_pages(self, root: Path) -> None:
+        """Those that quote results, with something else between their markers."""
+        text = f"# title\n{self.plots.BEGIN}\nold\n{self.plots.END}\ntail\n"
+        write_files(root, {path.as_posix(): text for path in self.plots.BETWEEN})
+
 
 TEXTS = ("gpu", "driver", "torch", "triton", "commit", "sources")
 CEILINGS = ("bf16_tflops", "fp16_tflops", "copy_tbps")

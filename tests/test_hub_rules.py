@@ -197,12 +197,7 @@ def _last(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-PACKAGE_CHECKS = (
-    facade_findings,
-    nested_name_findings,
-    op_prefix_findings,
-    autotune_findings,
-)
+PACKAGE_CHECKS = (facade_findings, nested_name_findings, op_prefix_findings, autotune_findings)
 
 # A package that keeps the rules but where a mark says otherwise.
 FILES = {

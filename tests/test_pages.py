@@ -23,11 +23,7 @@ GENERATED = {"_ops.py", "pyproject.toml", "registration.h", "setup.py"}
 COMMAND = re.compile(r"(?:^|`)((?:make|python3?|torchrun) [^`\n#|&]+)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # CHANGELOG.md says what was; this file's and the manifest's own examples name no page.
-NOT_TODAYS = {
-    "CHANGELOG.md",
-    "tests/test_pages.py",
-    "tests/test_manifest.py",
-}
+NOT_TODAYS = {"CHANGELOG.md", "tests/test_pages.py", "tests/test_manifest.py"}
 # What README and a page may have at most, so that somebody reads them.
 README_LINES, PAGE_LINES = 180, 250
 FOR_AUTHORS = re.compile(r"kernels-src|torch-ext|\bwgmma\b|\bTMA\b|mma\.sync|_sm90|\[test_\w+")
@@ -134,13 +130,7 @@ def command_findings(root: Path) -> list[str]:
     return found
 
 
-CHECKS = (
-    link_findings,
-    mention_findings,
-    source_findings,
-    named_test_findings,
-    command_findings,
-)
+CHECKS = (link_findings, mention_findings, source_findings, named_test_findings, command_findings)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -136,32 +136,23 @@ def test_form_can_be_broken(path: tuple, value: object, expected: str | None) ->
 def checkout(harness, tmp_path: Path) -> Path:
     """A copy of the measured sources, a README with markers and one result file."""
     harness.copy_sources("elementwise", tmp_path)
-    markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
-    for name in harness.plots.BETWEEN:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"# title\n{markers}\ntail\n")
+    harness.write_pages(tmp_path)
     write_results(harness, tmp_path)
     return tmp_path
 
 
-def measured(harness, ms: float = 0.26):
-    times = harness.timer.Times
-    return harness.report.Measured(
-        times=times(ms, wall_ms=ms + 0.01, host_ms=0.02),
-        floor_ms=0.24,
-        baseline="peer 1.0",
-        baseline_times=times(0.41, wall_ms=0.43, host_ms=0.03),
-        error=1.7e-3,
-        error_baseline=1.7e-3,
-        peak_mb=805.3,
-    )
+def passed(harness, case: str, ms: float = 0.26):
+    made = harness.timer.Times
+    times = {"ours": made(ms, ms + 0.01, 0.02), "baseline": made(0.41, 0.43, 0.03)}
+    measured = {"errors": (1.7e-3, 1.7e-3), "peak_mb": 805.3}
+    return harness.report.passed(case, times, "peer 1.0", 0.24, **measured)
 
 
 def write_results(harness, root: Path) -> Path:
     report, elementwise = harness.report, harness.elementwise
     cases = [problem.case for problem in elementwise.LISTED_DEQUANTS]
     cases += sorted(elementwise.random_cases(COMMIT))
-    rows = [report.passed(case, measured(harness)) for case in cases]
+    rows = [passed(harness, case) for case in cases]
     path = root / "benchmarks/results/h200/elementwise.json"
     digest = harness.sources.sources_digest("elementwise", root)
     report.write(path, HEAD | {"sources": digest}, [*rows, report.failed("nf4_dequant/1x1x1")])
@@ -235,11 +226,11 @@ def test_random_problems_repeat_and_differ_by_commit(harness, module, draw, name
 def test_shards_are_judged_by_one_gpu(harness, tmp_path):
     report, verdict, path = harness.report, harness.verdict, tmp_path / "optimizer_step.json"
     assert verdict.of_one_gpu(path) == verdict.of_one_gpu(None) == {}
-    single = [report.passed("nanochat-d20/1gpu/heavy", measured(harness, ms=15.99))]
+    single = [passed(harness, "nanochat-d20/1gpu/heavy", ms=15.99)]
     report.write(path, HEAD, single)
     alone = verdict.of_one_gpu(path)
     assert alone == {"nanochat-d20": 16.0}
-    row = report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99))
+    row = passed(harness, "nanochat-d20/fsdp2", ms=3.99)
     judged = verdict.with_goals(row, 8, alone, on_cpus=False)
     assert judged.goals["over_one_gpu"] == {"value": 4.0, "goal": 4.0, "met": True}
 

@@ -28,9 +28,7 @@ class Built:
 def load(root: Path = ROOT, backend: str | None = None) -> Built:
     """Load `build/` through `get_kernel`; the commit comes from the variant's metadata.json.
 
-    Args:
-        root: of the checkout.
-        backend: "cpu" or "cuda"; None for that of this machine.
+    Without a backend it is that of this machine.
     """
     from kernels import get_kernel
 

@@ -8,13 +8,14 @@ turns with their baselines, over input sets that the L2 cache does not hold.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from . import report
 from .built_package import Built, module
+from .lazy import torch
 from .progress import Progress
-from .report import Goal, Row
+from .report import Goal, Line, Rows
 from .timer import cold_sets, medians
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
@@ -41,7 +42,7 @@ EXCHANGE = ("exchange/launches", "exchange/copies")
 MATRICES = 16
 
 
-def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Progress) -> Rows:
     """Each row and its printed line."""
     for case, shape in PUSHES.items():
         if cases.begin(case):
@@ -55,15 +56,11 @@ def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
     cases.begin()
 
 
-def push_share(
-    built: Built, case: str, count: int, rows: int, columns: int, pitch: int
-) -> tuple[Row, str]:
+def push_share(built: Built, case: str, count: int, rows: int, columns: int, pitch: int) -> Line:
     """The rate of a push as a share of that of device copies of as many bytes."""
-    import torch
-
     push = module(built.package, "kernels.communication").push
     total = 4 * count * rows * columns  # bytes read and written
-    sets = min(cold_sets(total, torch.cuda.get_device_properties(0).L2_cache_size), 8)
+    sets = min(cold_sets(total), 8)
     kind = {"device": "cuda", "dtype": torch.bfloat16}
     srcs = [[torch.randn(rows, columns, **kind) for _ in range(count)] for _ in range(sets)]
     whole = [[torch.zeros(rows, pitch, **kind) for _ in range(count)] for _ in range(sets)]
@@ -85,12 +82,8 @@ def push_share(
     return figure(case, value, "Tensor.copy_", PUSH_SHARE, unit="of a copy's rate")
 
 
-def product_ratios(
-    built: Built, case: str, m: int, n: int, k: int, chunks: int
-) -> list[tuple[Row, str]]:
+def product_ratios(built: Built, case: str, m: int, n: int, k: int, chunks: int) -> list[Line]:
     """Times with all signals set over those without signals, and over cuBLAS's."""
-    import torch
-
     product = Product(built, m, n, k, chunks)
     times = {}
     if product.is_right():
@@ -121,8 +114,6 @@ class Product:
     """Inputs of a product of activations and a linear layer's weight, and ways to compute it."""
 
     def __init__(self, built: Built, m: int, n: int, k: int, chunks: int, sets: int = 4) -> None:
-        import torch
-
         communication = module(built.package, "kernels.communication")
         self.matmul = communication.progress_matmul
         self.ops = module(built.package, "_ops").ops
@@ -144,8 +135,6 @@ class Product:
         self.ops.progress_matmul(*self.sets[number], None, self.chunks, 0, 0, None, 0, None)
 
     def cublas(self, number: int) -> Any:
-        import torch
-
         a, b, out = self.sets[number]
         return torch.mm(a, b, out=out)
 
@@ -164,8 +153,6 @@ class Product:
 
     def is_right(self) -> bool:
         """As near to the product in float64 as cuBLAS; the same bits without signals."""
-        import torch
-
         a, b, out = self.sets[0]
         rows = slice(len(a) - 2048, len(a))  # float64 of all rows would take longer than the timing
         exact = a[rows].double() @ b.double()
@@ -181,10 +168,8 @@ class Product:
         return torch.equal(signalled, out) and ours <= ERROR * theirs and self.status.item() == 0
 
 
-def exchange_counts(built: Built) -> list[tuple[Row, str]]:
+def exchange_counts(built: Built) -> list[Line]:
     """What the device runs for momenta that go to their owner, and updates that come back."""
-    import torch
-
     communication = module(built.package, "kernels.communication")
     momentum = module(built.package, "kernels").momentum
     grads, buffers, updates, back = (
@@ -214,8 +199,6 @@ def exchange_counts(built: Built) -> list[tuple[Row, str]]:
 
 def counted(call: Callable[[], object]) -> tuple[int, int]:
     """(kernels, copies and memsets) that one call runs on the device, after another one."""
-    import torch
-
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection
 
 from .built_package import Built
+from .lazy import torch
 from .progress import Claims
 from .sources import ROOT
 
@@ -34,8 +35,6 @@ def run(
     entry: str, built: Built, measured: Collection[str], function: str = "compile_jobs"
 ) -> None:
     """Run the jobs, and say how long that took; nothing where there are too few cores, or jobs."""
-    import torch
-
     start = time.monotonic()
     jobs = len(jobs_of(entry, function, built, measured))
     if jobs < 2:
@@ -63,8 +62,6 @@ def run(
 
 def main(entry: str, function: str, measured: Collection[str]) -> None:
     """One process: job after job that no other one has begun."""
-    import torch
-
     from . import built_package
 
     built = built_package.load()

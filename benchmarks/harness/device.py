@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from .lazy import torch
 from .sources import ROOT
 from .timer import medians
 
@@ -25,8 +26,6 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 def copy_call(bytes_moved: int) -> Callable[[int], object]:
     """A device copy that moves so many bytes, half of them read and half of them written."""
-    import torch
-
     source = torch.randint(0, 256, (bytes_moved // 2,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda _: target.copy_(source)
@@ -34,8 +33,6 @@ def copy_call(bytes_moved: int) -> Callable[[int], object]:
 
 def ceilings() -> dict[str, float]:
     """`copy_tbps` counts bytes read plus bytes written; zeros would run faster than random data."""
-    import torch
-
     ms = medians({"copy": copy_call(COPY_BYTES)}, sets=1, rounds=10)["copy"]
     found = {"copy_tbps": COPY_BYTES / ms / 1e9}
     for name, dtype in (("bf16_tflops", torch.bfloat16), ("fp16_tflops", torch.float16)):
@@ -54,8 +51,6 @@ def driver() -> str:
 
 def added_mb(call: Callable[[], object]) -> float:
     """Device memory that one call adds at its peak, its result included."""
-    import torch
-
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

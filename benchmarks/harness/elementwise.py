@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 from .built_package import Built
 from .device import added_mb, copy_call
+from .lazy import torch
 from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, line, passed
+from .report import Line, Rows, failed, floor_ms, line, passed
 from .timer import cold_sets, times
 
 MOST_SETS = 64  # of inputs; thousands of small tensors would take longer to make than to time
@@ -28,32 +28,19 @@ MU, LR, DECAY, BETAS, EPS = 0.95, 1e-3, 0.1, (0.9, 0.95), 1e-8
 MOST = 5 * 10**8  # elements of a random group: 14 GB for adamw
 
 
-def measure(problem: Dequant | Group, built: Built) -> tuple[Row, str]:
+def measure(problem: Dequant | Group, built: Built) -> Line:
     """The row of one problem and its printed line."""
-    import torch
-
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
     kind = DequantCase if isinstance(problem, Dequant) else GroupCase
-    case = kind(problem, built, min(cold_sets(problem.bytes_moved, l2), MOST_SETS))
-    same, error, error_baseline = case.compare()
+    case = kind(problem, built, min(cold_sets(problem.bytes_moved), MOST_SETS))
+    same, *errors = case.compare()
     if not same:
         row = failed(problem.case)
         return row, line(row, gigabytes=0)
     peak_mb = added_mb(lambda: case.ours(0))
     calls = {"ours": case.ours, "baseline": case.baseline, "copy": copy_call(problem.bytes_moved)}
     found = times(calls, sets=len(case.sets))
-    row = passed(
-        problem.case,
-        Measured(
-            times=found["ours"],
-            floor_ms=floor_ms(bytes_moved=problem.bytes_moved),
-            baseline=case.baseline_name,
-            baseline_times=found["baseline"],
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+    least = floor_ms(bytes_moved=problem.bytes_moved)
+    row = passed(problem.case, found, case.baseline_name, least, errors=errors, peak_mb=peak_mb)
     return row, line(row, gigabytes=problem.bytes_moved / 1e9, copy_ms=found["copy"].ms)
 
 
@@ -122,7 +109,6 @@ class DequantCase:
 
     def __init__(self, problem: Dequant, built: Built, sets: int) -> None:
         import bitsandbytes
-        import torch
 
         self.baseline_name = f"bitsandbytes {bitsandbytes.__version__} dequantize_4bit"
         self.problem = problem
@@ -134,8 +120,6 @@ class DequantCase:
         self.states = [self._baseline_state(inputs) for inputs in self.sets]
 
     def _inputs(self, generator) -> dict[str, Any]:
-        import torch
-
         def codes(count: int):
             return torch.randint(
                 0, 256, (count,), dtype=torch.uint8, device="cuda", generator=generator
@@ -156,7 +140,6 @@ class DequantCase:
         }
 
     def _baseline_state(self, inputs: dict[str, Any]):
-        import torch
         from bitsandbytes.functional import QuantState, get_4bit_type
 
         p = self.problem
@@ -198,8 +181,6 @@ class DequantCase:
 
     def compare(self) -> tuple[bool, float, float]:
         """(ours has the reference's bits, relative errors of ours and of the baseline)."""
-        import torch
-
         p = self.problem
         ours, baseline = self.ours(0), self.baseline(0)
         reference = self.package.reference.nf4
@@ -282,8 +263,6 @@ class TensorLists:
     """The tensors of one call: a, b, ... as the op names them."""
 
     def __init__(self, group: Group, generator) -> None:
-        import torch
-
         dtype = getattr(torch, group.dtype)
 
         def normal(kind: torch.dtype) -> list:
@@ -329,8 +308,6 @@ def _ours(kernels, op: str, x: TensorLists) -> None:
 
 def _baseline(op: str, x: TensorLists) -> None:
     """torch's foreach operations, and its fused AdamW."""
-    import torch
-
     if op == "momentum":
         torch._foreach_mul_(x.buffers, MU)
         torch._foreach_add_(x.buffers, x.grads)
@@ -370,8 +347,6 @@ GROUP_BASELINE = {
 
 def _reference(package, op: str, x: TensorLists, k: int, *, exact: bool):
     """Entry k by plain torch operations; `exact`: in float64 from the same numbers."""
-    import torch
-
     update = package.reference.update
     wide = (lambda t: t.double()) if exact else (lambda t: t.clone())
     if op == "momentum":
@@ -393,8 +368,6 @@ class GroupCase:
     """Inputs on the device, ours and the baseline over them."""
 
     def __init__(self, group: Group, built: Built, sets: int) -> None:
-        import torch
-
         self.group = group
         self.baseline_name = f"torch {torch.__version__}, {GROUP_BASELINE[group.op]}"
         self.package = built.package
@@ -412,8 +385,6 @@ class GroupCase:
 
     def compare(self) -> tuple[bool, float, float]:
         """(ours has the reference's bits, relative errors of ours and of the baseline)."""
-        import torch
-
         op, start = self.group.op, self.sets[0]
         ours, baseline = start.clone(), start.clone()
         _ours(self.kernels, op, ours)
@@ -431,10 +402,8 @@ class GroupCase:
         return same, error / norm, error_baseline / norm
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Every row of the file: the listed cases, then 10 shapes of either kind from the commit."""
-    import torch
-
     seed = int(built.commit[:8], 16)
     dequants = (*LISTED_DEQUANTS, *random_dequants(seed))
     groups = (*LISTED_GROUPS, *random_groups(seed))

@@ -13,15 +13,16 @@ import functools
 import gc
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from . import compile_ahead, other_projects, paths
 from .built_package import Built, load
 from .built_package import module as package_module
 from .device import NotCountedError, added_mb, counted
+from .lazy import torch
 from .progress import Progress
-from .report import Goal, Measured, Row, failed, floor_ms, geomean, judged, name_of, passed, said
+from .report import Goal, Line, Row, Rows, failed, floor_ms, geomean, judged, name_of, passed, said
 from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
 
 SHAPES = (
@@ -67,23 +68,15 @@ def least_flops(shape: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Inputs of one shape and kind.
+    """Inputs of one shape and kind."""
 
-    Args:
-        batch, m, n: the shape.
-        content: "heavy" or "real".
-        dtype: of the input.
-        label: before the shape in names.
-        width: of the GPT whose momenta they are.
-    """
-
-    batch: int
+    batch: int  # matrices of m x n
     m: int
     n: int
-    content: str
-    dtype: str = "float32"
-    label: str = ""
-    width: int = 0
+    content: str  # "heavy" or "real"
+    dtype: str = "float32"  # of the input
+    label: str = ""  # before the shape in names
+    width: int = 0  # of the GPT whose momenta they are
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -166,7 +159,6 @@ def polar_express_bf16(g):
 
 def made(problem: Problem, generator, device: str):
     """(B, m, n) of the problem's dtype on the device of the generator."""
-    import torch
 
     def normal(*shape: int):
         return torch.randn(shape, generator=generator, device=device)
@@ -228,8 +220,6 @@ class Case:
     """Input sets on the device, ours and the baseline over them, launched and as graphs."""
 
     def __init__(self, inputs: Sequence, built: Built, compiled: Callable) -> None:
-        import torch
-
         self.package, self.compiled = built.package, compiled
         self.inputs = inputs
         self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
@@ -251,8 +241,6 @@ class Case:
 
     def capture(self) -> None:
         """One graph per input set and side; they take turns in one pool of memory."""
-        import torch
-
         # A graph of an earlier case that the collector destroyed in a capture would end it.
         gc.collect()
         gc.disable()
@@ -262,8 +250,6 @@ class Case:
             gc.enable()
 
     def _capture(self, pool: tuple[int, int]) -> None:
-        import torch
-
         for name, call in self.captured.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
@@ -279,9 +265,7 @@ class Case:
     def times(self, bursts: int = BURSTS, known: Times | None = None) -> dict[str, Times]:
         """Eager calls by the clock; the device's time is that of a replay, where there is one.
 
-        Args:
-            bursts: as of `timer.clock`.
-            known: of the baseline, which then does not run.
+        The baseline does not run where its times are `known`.
         """
         replays = {
             name: lambda number, name=name: self.graphs[name][number].replay()
@@ -293,8 +277,6 @@ class Case:
 
     def replay_repeats(self) -> bool:
         """Whether a replay writes the bits of a launch."""
-        import torch
-
         if "ours" not in self.graphs:
             return True
 
@@ -317,30 +299,6 @@ class PeerCase(Case):
         return self.call(self.inputs[number])
 
 
-def row_of(
-    case: str,
-    least: float,
-    found: Distances,
-    taken: Mapping[str, Times],
-    peak_mb: float,
-    variant: str = "auto",
-) -> Row:
-    """The row of timed calls."""
-    return passed(
-        case,
-        Measured(
-            times=taken["ours"],
-            floor_ms=least,
-            baseline=BASELINE,
-            baseline_times=taken["baseline"],
-            error=found.ours,
-            error_baseline=found.baseline,
-            peak_mb=peak_mb,
-        ),
-        variant,
-    )
-
-
 def line(row: Row, found: Distances) -> str:
     """One printed line; the distance is in those of five exact steps."""
     name = name_of(row)
@@ -354,30 +312,19 @@ def line(row: Row, found: Distances) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is orthogonalized, and what counts as right.
+    """What is orthogonalized, and what counts as right."""
 
-    Args:
-        name: of the case.
-        inputs: batches (B, m, n) of one shape.
-        found: (result, baseline's) of the first batch -> distances from the polar factor.
-        least: milliseconds of the floor.
-        allowed: `Distances.worst` at most.
-    """
-
-    name: str
-    inputs: Sequence
+    name: str  # of the case
+    inputs: Sequence  # batches (B, m, n) of one shape
+    # (result, baseline's) of the first batch -> distances from the polar factor.
     found: Callable[[Any, Any], Distances]
-    least: float
-    allowed: float
+    least: float  # milliseconds of the floor
+    allowed: float  # `Distances.worst` at most
 
 
 def measure(
-    task: Task,
-    case: Case,
-    variant: str = "auto",
-    bursts: int = BURSTS,
-    known: Times | None = None,
-) -> tuple[Row, str]:
+    task: Task, case: Case, variant: str = "auto", bursts: int = BURSTS, known: Times | None = None
+) -> Line:
     """Gate, then time; the last arguments are those of `Case.times`."""
     distance = task.found(case.ours(0), case.baseline(0))
     row = failed(task.name, variant)
@@ -386,13 +333,13 @@ def measure(
         case.capture()
         if case.replay_repeats():
             taken = case.times(bursts, known)
-            row = row_of(task.name, task.least, distance, taken, peak_mb, variant)
+            errors = distance.ours, distance.baseline
+            kept = {"variant": variant, "errors": errors, "peak_mb": peak_mb}
+            row = passed(task.name, taken, BASELINE, task.least, **kept)
     return row, line(row, distance)
 
 
-def peer_row(
-    task: Task, built: Built, compiled: Callable, peer: other_projects.Peer
-) -> Iterator[tuple[Row, str]]:
+def peer_row(task: Task, built: Built, compiled: Callable, peer: other_projects.Peer) -> Rows:
     """The row of a peer; it must come nearer to the polar factor than zero is."""
     judged = dataclasses.replace(task, allowed=math.inf)
     case = PeerCase(task.inputs, built, compiled, peer.call)
@@ -400,9 +347,7 @@ def peer_row(
     yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
 
 
-def forced_rows(
-    problem: Problem, task: Task, row: Row, built: Built, compiled: Callable
-) -> Iterator[tuple[Row, str]]:
+def forced_rows(problem: Problem, task: Task, row: Row, built: Built, compiled: Callable) -> Rows:
     """Rows of the paths that are compared with what "auto" takes; `row` has the baseline."""
     known = Times(row.baseline_ms, row.baseline_wall_ms, row.baseline_host_ms)
     walls = {}
@@ -420,16 +365,13 @@ def forced_rows(
 
 def heavy_task(problem: Problem, built: Built) -> Task:
     """Random matrices of heavy tails."""
-    import torch
-
     generator = torch.Generator("cuda").manual_seed(0)
-    sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
-    inputs = [made(problem, generator, "cuda") for _ in range(sets)]
+    inputs = [made(problem, generator, "cuda") for _ in range(cold_sets(problem.bytes_moved))]
     exact = Exact(built.package, inputs[0])
     return Task(problem.case, inputs, exact.distances, problem.floor_ms, 1.02)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Rows:
     task = heavy_task(problem, built)
     is_listed = problem.dtype == "float32" and not problem.label
     bursts = BURSTS if is_listed else FEW_BURSTS
@@ -445,15 +387,12 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
 
 def _compiled_anew() -> Callable:
     """The baseline for the next shape; the compiler keeps at most eight."""
-    import torch
-
     torch._dynamo.reset()
     return torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
 
 
 def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Jobs:
     """The baseline of each shape that is not measured yet."""
-    import torch
 
     def job(problem: Problem) -> None:
         x = torch.randn(problem.shape, device="cuda").to(getattr(torch, problem.dtype))
@@ -501,10 +440,8 @@ def real_task(problem: Problem, built: Built) -> Task:
     return Task(problem.case, inputs, found, problem.floor_ms, 1.1)
 
 
-def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def _zoo_rows(built: Built, progress: Progress) -> Rows:
     """One matrix of each specimen; distances on the non-zero subspace."""
-    import torch
-
     from . import matrices
 
     before, compiled = None, polar_express_bf16
@@ -517,22 +454,19 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         problem = Problem(*x.shape, name)
         compiled = compiled if problem.shape == before else _compiled_anew()
         before = problem.shape
-        sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
         exact = there.distance(reference.newton_schulz(there.x, COEFFICIENTS, SCALE))
 
         def found(ours, baseline, there=there, exact=exact) -> Distances:
             mine, theirs = there.distance(ours[0]), there.distance(baseline[0])
             return Distances(mine, theirs, mine / exact)
 
-        inputs = [x.clone() for _ in range(min(sets, 16))]
+        inputs = [x.clone() for _ in range(min(cold_sets(problem.bytes_moved), 16))]
         task = Task(f"zoo/{name}", inputs, found, problem.floor_ms, matrices.allowed(name))
         yield measure(task, Case(inputs, built, compiled))
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """A GPT's momenta, heavy tails, 20 shapes from the commit, known spectra; peers' rows last."""
-    import torch
-
     if not progress.is_over:
         compile_ahead.run(__name__, built, progress.measured)
     for width in REAL:
@@ -608,8 +542,6 @@ def of_least_traffic() -> float | str:
 
 def main() -> None:
     """One call, after one that is not counted: the child that ncu looks at."""
-    import torch
-
     built = load()
     generator = torch.Generator("cuda").manual_seed(0)
     x = made(COUNTED, generator, "cuda")

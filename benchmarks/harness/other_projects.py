@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .report import Row
+from .report import Line, Rows
 
 VARIABLE = "PEERS"
 AXOLOTL_KERNELS = "axolotl.integrations.kernels.libs.scattermoe_lora"
@@ -55,17 +55,11 @@ class MissingError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer that can be imported.
+    """A peer that can be imported."""
 
-    Args:
-        name: of CHECKOUTS.
-        commit: of its checkouts.
-        call: what the peer's rows time; see the adapters below.
-    """
-
-    name: str
-    commit: str
-    call: Callable[..., Any]
+    name: str  # of CHECKOUTS
+    commit: str  # of its checkouts
+    call: Callable[..., Any]  # what the peer's rows time; see the adapters below
 
 
 def offered(*names: str) -> Iterator[Peer]:
@@ -79,9 +73,7 @@ def offered(*names: str) -> Iterator[Peer]:
             _say_once(f"no rows of {name}: {reason}")
 
 
-def rows(
-    peer: Peer, make: Callable[[], Iterable[tuple[Row, str]]], seconds: float = math.inf
-) -> Iterator[tuple[Row, str]]:
+def rows(peer: Peer, make: Callable[[], Iterable[Line]], seconds: float = math.inf) -> Rows:
     """What `make` measures of a peer; if it fails, or takes longer, that is said instead."""
     try:
         with _within(seconds):

@@ -48,18 +48,12 @@ def result_files(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Headline:
-    """A row of README's table.
+    """A row of README's table."""
 
-    Args:
-        file: name of the result file.
-        case: of its row; None: the row that gains least, or loses most.
-        text: what was timed.
-        against: case -> name of the peers, where these are rows of their own.
-    """
-
-    file: str
-    case: str | None
-    text: str
+    file: str  # name of the result file
+    case: str | None  # of its row; None: the row that gains least, or loses most
+    text: str  # what was timed
+    # case -> name of the peers, where these are rows of their own.
     against: dict[str, str] | None = None
 
 
@@ -103,10 +97,7 @@ def _table(results: dict[str, dict]) -> tuple[list[str], str]:
             lines.append(line)
             machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
             machines += [machine] * (machine not in machines)
-    head = [
-        "| wall-clock time of | ours, ms | best peer, ms | times faster |",
-        "|---|--:|---|--:|",
-    ]
+    head = ["| wall-clock time of | ours, ms | best peer, ms | times faster |", "|---|--:|---|--:|"]
     said = f"{'; '.join(machines)}. Below 1 the peer is faster."
     return [*head, *lines] if lines else [], said
 

@@ -28,8 +28,7 @@ SAME = ("gpu", "driver", "torch", "triton", "commit", "sources")
 class Claims:
     """Names that processes of this machine share out: a name is one process's until it ends.
 
-    Args:
-        subject: what the names belong to, the same in all processes.
+    The subject is what the names belong to, the same in all processes.
     """
 
     def __init__(self, subject: object) -> None:

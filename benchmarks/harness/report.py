@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -52,41 +52,39 @@ class Row:
     transport: str | None = None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured for a case that passed its gate."""
-
-    times: Times
-    floor_ms: float
-    baseline: str
-    baseline_times: Times
-    error: float
-    error_baseline: float
-    peak_mb: float
-    peak_baseline_mb: float | None = None
+Line = tuple[Row, str]  # and what is printed of it
+Rows = Iterator[Line]
 
 
-def passed(case: str, measured: Measured, variant: str = "auto") -> Row:
-    """The row of a case that passed its gate."""
-    ours, baseline = measured.times, measured.baseline_times
+def passed(
+    case: str,
+    times: Mapping[str, Times],
+    baseline: str,
+    floor_ms: float,
+    *,
+    variant: str = "auto",
+    errors: Sequence[float] = (0.0, 0.0),
+    **peaks: float,
+) -> Row:
+    """The row of a case that passed its gate; times and errors are of "ours" and "baseline"."""
+    ours, other = times["ours"], times["baseline"]
     return Row(
         case=case,
         variant=variant,
         ok=True,
         wall_ms=ours.wall_ms,
         host_ms=ours.host_ms,
-        baseline_wall_ms=baseline.wall_ms,
-        baseline_host_ms=baseline.host_ms,
+        baseline_wall_ms=other.wall_ms,
+        baseline_host_ms=other.host_ms,
         ms=ours.ms,
-        floor_ms=measured.floor_ms,
-        fraction_of_floor=measured.floor_ms / ours.ms,
-        baseline=measured.baseline,
-        baseline_ms=baseline.ms,
-        speedup=baseline.wall_ms / ours.wall_ms,
-        error=measured.error,
-        error_baseline=measured.error_baseline,
-        peak_mb=measured.peak_mb,
-        peak_baseline_mb=measured.peak_baseline_mb,
+        floor_ms=floor_ms,
+        fraction_of_floor=floor_ms / ours.ms,
+        baseline=baseline,
+        baseline_ms=other.ms,
+        speedup=other.wall_ms / ours.wall_ms,
+        error=errors[0],
+        error_baseline=errors[1],
+        **peaks,
     )
 
 
@@ -202,7 +200,7 @@ def figure(
     *,
     unit: str,
     missing: str = "WRONG RESULTS",
-) -> tuple[Row, str]:
+) -> Line:
     """The row of one value with its goal, and its line; `missing` is why there is no value."""
     if value is None:
         return Row(case=case, variant="auto", ok=False), f"{case:<52}{missing}, not timed"

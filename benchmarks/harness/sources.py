@@ -81,10 +81,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-SOURCES["tensor_parallel"] = (
-    "torch-ext/optimizer/tensor_parallel/*.py",
-    *SOURCES["orthogonalize"],
-)
+SOURCES["tensor_parallel"] = ("torch-ext/optimizer/tensor_parallel/*.py", *SOURCES["orthogonalize"])
 SOURCES["tensor_parallel on several GPUs"] = SOURCES["tensor_parallel"]
 SOURCES["communication on several GPUs"] = _SEVERAL
 

@@ -12,15 +12,16 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import report
 from .built_package import Built, module
+from .lazy import torch
 from .optimizer_step.several_gpus import Ranks
 from .progress import Progress
-from .report import Goal, Row
+from .report import Goal, Line, Rows
 from .timer import medians
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
@@ -36,10 +37,7 @@ TOLERANCE = 2e-2  # relative distance of a sharded result from the owner's
 ROUNDINGS = 3  # of bfloat16, that a fused result may be from a plain one
 SCALINGS = {"bf16": None, "fp8": "rowwise_sharded"}
 # M of all ranks, N, K; the smaller one takes float8 too little time to be fused.
-PRODUCTS = {
-    "bf16": ((4096, 3584, 8192), (16384, 3584, 8192)),
-    "fp8": ((16384, 3584, 8192),),
-}
+PRODUCTS = {"bf16": ((4096, 3584, 8192), (16384, 3584, 8192)), "fp8": ((16384, 3584, 8192),)}
 PATIENCE = 120  # seconds that a rank waits for the others
 ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 
@@ -47,7 +45,7 @@ ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 figure = functools.partial(report.figure, unit=UNIT)
 
 
-def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Progress) -> Rows:
     """Each row that one GPU can show, and its printed line."""
     if cases.begin(SHARE):
         yield share_of_one_rank(built)
@@ -91,20 +89,14 @@ class ThreadRank:
         return self._noted(sum(self.together.all_given(self.rank, value)))
 
     def reduced_rows(self, partial: Any) -> Any:
-        import torch
-
         partials = self.together.all_given(self.rank, partial)
         parts = torch.stack([one.chunk(self.world)[self.rank] for one in partials])
         return self._noted(parts).sum(0, dtype=torch.float32)
 
     def gathered(self, rows: Any) -> Any:
-        import torch
-
         return self._noted(torch.cat(self.together.all_given(self.rank, rows)))
 
     def exchanged(self, going: Any, sent: Any, _: Any) -> Any:
-        import torch
-
         given = self.together.all_given(self.rank, going.split(sent))
         return self._noted(torch.cat([parts[self.rank] for parts in given]))
 
@@ -127,8 +119,6 @@ class Alone:
         return self._next()
 
     def reduced_rows(self, partial: Any) -> Any:
-        import torch
-
         return self._next().sum(0, dtype=torch.float32)
 
     def gathered(self, rows: Any) -> Any:
@@ -147,8 +137,6 @@ def sharded_by_threads(
     built: Built, x: Any, world: int, schedule: str = "auto"
 ) -> tuple[Any, list]:
     """The result of as many ranks as threads, put together, and what the first was given."""
-    import torch
-
     sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     method, dtype = iteration_of(built, x)
     together, results, shards = Together(world), [None] * world, x.chunk(world)
@@ -181,10 +169,8 @@ def iteration_of(built: Built, x: Any) -> tuple[str, Any]:
     return choice.method, choice.dtype
 
 
-def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> tuple[Row, str]:
+def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> Line:
     """What the first of eight ranks computes, over the whole iteration of an owner."""
-    import torch
-
     sharded = module(built.package, "tensor_parallel.sharded_newton_schulz")
     x = gaussian(side)
     method, dtype = iteration_of(built, x)
@@ -215,8 +201,6 @@ def share_of_one_rank(built: Built, side: int = SIDE, world: int = OF_EIGHT) -> 
 
 def gaussian(side: int, seed: int = 0) -> Any:
     """A Gaussian matrix on this device, the same on every rank."""
-    import torch
-
     made = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(side, side, generator=made, device="cuda")
 
@@ -226,7 +210,7 @@ def distance(found: Any, expected: Any) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-def rows_on_ranks(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
+def rows_on_ranks(built: Built, ranks: Ranks) -> Rows:
     """Each row that several GPUs of one host show, and its printed line."""
     for name, shapes in PRODUCTS.items():
         for shape in shapes:
@@ -234,12 +218,8 @@ def rows_on_ranks(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
     yield sharded_row(built, ranks)
 
 
-def product_rows(
-    built: Built, ranks: Ranks, name: str, m: int, n: int, k: int
-) -> Iterator[tuple[Row, str]]:
+def product_rows(built: Built, ranks: Ranks, name: str, m: int, n: int, k: int) -> Rows:
     """Gathered and scattered products, fused over plain, eager and replayed."""
-    import torch
-
     tp, made = built.package.tensor_parallel, torch.Generator("cuda").manual_seed(ranks.rank)
     kind = {"generator": made, "device": "cuda", "dtype": torch.bfloat16}
     weight = torch.randn(n, k, **kind).t()
@@ -281,8 +261,6 @@ def product_rows(
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
     """A replay of the call as a CUDA graph."""
-    import torch
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -314,7 +292,7 @@ def by_clock(ranks: Ranks, variants: Mapping[str, Callable[[], object]]) -> dict
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def sharded_row(built: Built, ranks: Ranks) -> tuple[Row, str]:
+def sharded_row(built: Built, ranks: Ranks) -> Line:
     """A sharded iteration over that of one owner, while the others wait."""
     case = f"sharded_ns/{SIDE}/{ranks.count}gpus"
     x = gaussian(SIDE)

@@ -11,7 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+from .lazy import torch
 
 # Calls of a burst. The host is read off shorter ones: a full queue of launches makes it wait for
 # the device.
@@ -35,29 +36,18 @@ PAUSE_MS, HOST_TWICE = 1.0, 2.0
 CYCLES_PER_MS = 2_000_000
 
 
-class Stopwatch(Protocol):
-    """Times calls on a device without waiting for each."""
-
-    def pause(self, ms: float) -> None: ...
-    def time(self, call: Callable[[], object]) -> None: ...
-    def finish(self) -> list[float]: ...
-
-
 class CudaStopwatch:
     """An event pair per call. The host runs ahead, so no launch gap is timed."""
 
     def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
         self._events: list[tuple] = []
 
     def pause(self, ms: float) -> None:
         """Occupy the device for about so long, in which the host queues what is timed next."""
-        self._torch.cuda._sleep(round(ms * CYCLES_PER_MS))
+        torch.cuda._sleep(round(ms * CYCLES_PER_MS))
 
     def time(self, call: Callable[[], object]) -> None:
-        start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         stop.record()
@@ -65,12 +55,14 @@ class CudaStopwatch:
 
     def finish(self) -> list[float]:
         """Milliseconds of every call since construction, in order."""
-        self._torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in self._events]
 
 
-def cold_sets(bytes_per_call: int, l2_bytes: int) -> int:
-    """Input sets to take turns over: enough that none is in the cache, and at least LEAST_SETS."""
+def cold_sets(bytes_per_call: int, l2_bytes: int | None = None) -> int:
+    """Input sets to take turns over: enough that none is in the cache (None: this GPU's)."""
+    if l2_bytes is None:
+        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return max(LEAST_SETS, math.ceil(COLD * l2_bytes / max(bytes_per_call, 1)))
 
 
@@ -82,7 +74,7 @@ def medians(
     warmup: int = 5,
     host_ms: Mapping[str, float] | None = None,
     alone: bool = False,
-    stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
+    stopwatch: Callable[[], CudaStopwatch] = CudaStopwatch,
 ) -> dict[str, float]:
     """Median milliseconds per variant.
 
@@ -167,8 +159,6 @@ def clock(
         now: seconds.
     """
     if synchronize is None:
-        import torch
-
         synchronize = torch.cuda.synchronize
     watch = {"synchronize": synchronize, "now": now}
     for call in variants.values():
@@ -201,16 +191,9 @@ def times(
     device: Mapping[str, Callable[[int], object]] | None = None,
     **options,
 ) -> dict[str, Times]:
-    """The clock and the device's time of every variant.
+    """The clock and the device's time of every variant; `device` has other calls for the latter.
 
-    Args:
-        variants: name -> call of an input set's number, as a user makes it.
-        sets: input sets that the calls take turns over.
-        between: as of `clock`.
-        bursts: as of `clock`.
-        host_calls: as of `clock`.
-        device: what the device's time is taken of, where it is not the same calls.
-        options: of `medians`.
+    The named arguments are those of `clock`, the options those of `medians`.
     """
     shown = clock(variants, sets=sets, between=between, bursts=bursts, host_calls=host_calls)
     host = {name: host for name, (_, host) in shown.items()}

@@ -17,8 +17,9 @@ from typing import Any
 
 from . import built_package, report
 from .built_package import Built
+from .lazy import torch
 from .optimizer_step import one_gpu, several_gpus
-from .report import Goal, Row
+from .report import Goal, Line, Rows
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
 MIB = 2**20
@@ -45,8 +46,6 @@ STEPS = {
 SMALL_STEPS = {"C5": ("tiny", "fsdp2", 0.60), "C7": ("tiny", "unreduced-fp32", 0.85)}
 SETUP_GOAL = 2000.0  # ms until memory is shared
 
-Line = tuple[Row, str]
-
 
 def figure(
     case: str, found: dict[str, float], goal: Goal, *, unit: str, missing: str = "WRONG RESULTS"
@@ -67,7 +66,6 @@ class Link:
     def __init__(
         self, built: Built, ranks: several_gpus.Ranks, size: int, matrices: int = 1
     ) -> None:
-        import torch
         from torch import distributed
 
         module = built_package.module(built.package, "distributed.transport")
@@ -122,10 +120,8 @@ def median(ranks: several_gpus.Ranks, call: Callable[[], object]) -> float:
     return statistics.median(ranks.milliseconds(call) for _ in range(ROUNDS))
 
 
-def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Iterator[Line]:
+def bandwidth(built: Built, ranks: several_gpus.Ranks, size: int) -> Rows:
     """C3 and C13: bytes that leave every GPU in an exchange, and what setting it up takes."""
-    import torch
-
     link, seen, rates, setup = Link(built, ranks, size), [], {}, {}
     for name in link.transports():
         link.once()
@@ -150,7 +146,6 @@ def beside(
     ranks: several_gpus.Ranks, launch: Callable[[], object], times: int, work: Callable[[], object]
 ) -> float:
     """Milliseconds of work on the current stream while exchanges run on theirs."""
-    import torch
     from torch import distributed
 
     distributed.barrier()
@@ -169,10 +164,8 @@ def beside(
 
 def contention(
     built: Built, ranks: several_gpus.Ranks, n: int, count: int, size: int, goal: float
-) -> Iterator[Line]:
+) -> Rows:
     """C2: Newton-Schulz of `count` matrices (n, n) beside exchanges one behind another."""
-    import torch
-
     half = torch.float16 if ranks.device.type == "cuda" else torch.float32
     x = torch.randn((1, n, n), device=ranks.device).to(half)
 
@@ -199,13 +192,8 @@ def contention(
 
 
 def gather(
-    built: Built,
-    ranks: several_gpus.Ranks,
-    count: int,
-    n: int,
-    goal: float,
-    host_goal: float,
-) -> Iterator[Line]:
+    built: Built, ranks: several_gpus.Ranks, count: int, n: int, goal: float, host_goal: float
+) -> Rows:
     """C4: rows of `count` matrices (n, n) in 16 bits to their owners, as one batch there."""
     link = Link(built, ranks, count * n * n * 2 // ranks.count, count // ranks.count)
     exchange = built_package.module(built.package, "optimizers.sharded.exchange")
@@ -246,10 +234,8 @@ class StepCase(several_gpus.RankCase):
 
 def step(
     built: Built, ranks: several_gpus.Ranks, row: str, model: str, form: str, goal: float
-) -> Iterator[Line]:
+) -> Rows:
     """C5 to C7: a whole step over that by the all-to-all, whose bits it must have."""
-    import torch
-
     bits, times, missing = None, {}, "WRONG RESULTS"
     for name in TRANSPORTS:
         kind = type(name, (StepCase,), {"name": name})
@@ -280,7 +266,7 @@ def step(
 
 def rows(
     built: Built, ranks: several_gpus.Ranks, left: list[str], end: float | None = None
-) -> Iterator[Line]:
+) -> Rows:
     """Every row of the file; on CPUs small ones.
 
     Those that would begin after `end`, a time of `time.monotonic`, are added to `left` instead, on
@@ -288,7 +274,7 @@ def rows(
     """
     one_gpu.SHAPES.update(SETS)
     small = ranks.device.type == "cpu"
-    calls: dict[str, Callable[[], Iterator[Line]]] = {}
+    calls: dict[str, Callable[[], Rows]] = {}
     for size in (1,) if small else (64, 256):
         calls[f"C3/{size}"] = functools.partial(bandwidth, built, ranks, size * MIB)
     sets = [(8, 64, 500.0, 250.0)]

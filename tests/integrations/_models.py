@@ -5,13 +5,14 @@ of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as t
 
-from .._compare import relative_error
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
 
 FP32 = 1e-5  # of a whole model: tens of float32 roundings, each 6e-8
 STACKS = ("gate_up_proj", "down_proj")
@@ -125,6 +126,36 @@ def set_random_lora(model: torch.nn.Module, *, seed: int = 2) -> None:
         for name, parameter in sorted(model.named_parameters(), key=lambda entry: entry[0]):
             if ".lora_" in name:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def attached(opt: Any, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """A random adapter of ours; modules that are trained whole are other ones, too."""
+    model = opt.integrations.attach_lora(model, **{"r": 3, "lora_alpha": 7} | options)
+    set_random_lora(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    return model
+
+
+def assert_read_everywhere(
+    opt: Any,
+    model: torch.nn.Module,
+    folder: Path,
+    fresh: Callable[..., torch.nn.Module],
+    name: str = "qwen3_moe",
+) -> None:
+    """What is saved of the model gives its results in PEFT alone, and its bits in ours."""
+    import peft
+
+    opt.integrations.save_peft_adapter(model, folder)
+    expected = logits(model)
+    loaded = peft.PeftModel.from_pretrained(fresh(name), folder)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    again = fresh(name)
+    opt.integrations.load_peft_adapter(again, folder)
+    assert_same_bits(logits(again), expected)
 
 
 def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

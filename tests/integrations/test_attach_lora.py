@@ -28,7 +28,8 @@ from ._models import (
     FP32,
     STACKS,
     assert_close_tensors,
-    build,
+    assert_read_everywhere,
+    attached,
     experts_of,
     logits,
     parametrize_4_bits,
@@ -43,32 +44,10 @@ from .test_peft_adapter import UNTRAINABLE, edit
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory")
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
-PARTS_OF_A_MODEL = pytest.mark.parametrize("parts", ["experts", "all"])
+PARTS_OF_A_MODEL = pytest.mark.parametrize("parts", [{}, ALL], ids=["experts", "all"])
 LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PARTS = ("q_proj.lora_A", "v_proj.lora_B", "experts.lora_A", "experts.base_layer.lora_B", "lm_head")
-
-
-def attached(opt, model: nn.Module, parts: str = "all", **options) -> nn.Module:
-    """A random adapter, of the experts alone or the modules that are trained whole included."""
-    model = opt.integrations.attach_lora(model, 3, 7, **(ALL if parts == "all" else {}) | options)
-    set_random_lora(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.mul_(1.5)
-    return model
-
-
-def assert_read_everywhere(opt, model, folder: Path, name: str, device) -> None:
-    """What is saved of the model gives its results in PEFT alone, and its bits in ours."""
-    opt.integrations.save_peft_adapter(model, folder)
-    expected = logits(model)
-    loaded = peft.PeftModel.from_pretrained(build(name).to(device), folder)
-    assert_error_at_most(logits(loaded), expected, FP32)
-    again = build(name).to(device)
-    opt.integrations.load_peft_adapter(again, folder)
-    assert_same_bits(logits(again), expected)
 
 
 def everything(model: nn.Module) -> dict[str, object]:
@@ -85,11 +64,11 @@ def everything(model: nn.Module) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "fp8"])
-def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Path) -> None:
-    base = build("qwen3_moe").to(device)
+def test_one_file_is_read_by_peft_and_by_us(opt, fresh, quantize, tmp_path: Path) -> None:
+    base = fresh()
     dense = rounded(opt, base, quantize) if quantize else copy.deepcopy(base)
     other = copy.deepcopy(base)
-    model = attached(opt, base, quantize=quantize)
+    model = attached(opt, base, quantize=quantize, **ALL)
     train(model)
     expected = logits(model.eval())
     opt.integrations.save_peft_adapter(model, tmp_path / "ours")
@@ -122,12 +101,10 @@ def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Pat
         assert {name.replace(".b.", ".default.") for name in trained(result)} == trained(model)
 
 
-def test_files_of_old_versions_of_peft_are_converted(opt, device, tmp_path) -> None:
+def test_files_of_old_versions_of_peft_are_converted(opt, fresh, tmp_path) -> None:
     """Of experts A and B had other roles; a file of the experts alone shows which, 2I == H."""
     options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS[:1]}
-    model = build("qwen3_moe_square").to(device)
-    model = opt.integrations.attach_lora(model, 3, 7, **options)
-    set_random_lora(model)
+    model = attached(opt, fresh("qwen3_moe_square"), **options)
     opt.integrations.save_peft_adapter(model, tmp_path / "both")
     edit(tmp_path / "both", peft_version="0.18.1")
     shutil.copytree(tmp_path / "both", tmp_path / "alone")
@@ -135,7 +112,7 @@ def test_files_of_old_versions_of_peft_are_converted(opt, device, tmp_path) -> N
     file = tmp_path / "alone" / "adapter_model.safetensors"
     save_file({key: t for key, t in load_file(file).items() if "experts" in key}, file)
 
-    experts, both = (build("qwen3_moe_square").to(device) for _ in range(2))
+    experts, both = (fresh("qwen3_moe_square") for _ in range(2))
     opt.integrations.load_peft_adapter(experts, tmp_path / "alone")
     both = opt.integrations.load_peft_adapter(both, tmp_path / "both")
     with torch.no_grad():
@@ -148,7 +125,7 @@ def test_files_of_old_versions_of_peft_are_converted(opt, device, tmp_path) -> N
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> None:
+def test_a_lora_config_is_read_whole(opt, fresh, rslora: bool, tmp_path) -> None:
     config = peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -161,10 +138,10 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
         exclude_modules=["o_proj"],
     )
     before = copy.deepcopy(config)
-    model = opt.integrations.attach_lora(build("gpt_oss").to(device), peft_config=config)
+    model = opt.integrations.attach_lora(fresh("gpt_oss"), peft_config=config)
     assert config == before
     set_random_lora(model)
-    reference = peft.get_peft_model(build("gpt_oss").to(device), copy.deepcopy(config))
+    reference = peft.get_peft_model(fresh("gpt_oss"), copy.deepcopy(config))
     reference.load_state_dict(model.state_dict())
     (found, gradients), (expected, wanted) = step(model), step(reference)
     assert_error_at_most(found, expected, FP32)
@@ -174,31 +151,31 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
     assert any("k_proj.lora_A" in name for name in names)
     assert sum("router.modules_to_save" in name for name in names) == 4
     assert not any("o_proj" in name or "experts.base_layer.lora" in name for name in names)
-    assert_read_everywhere(opt, model, tmp_path, "gpt_oss", device)
+    assert_read_everywhere(opt, model, tmp_path, fresh, "gpt_oss")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_the_dtype_of_the_factors(opt, device, dtype) -> None:
-    model = build("qwen3_moe", dtype=torch.bfloat16).to(device)
+def test_the_dtype_of_the_factors(opt, fresh, dtype) -> None:
+    model = fresh(dtype=torch.bfloat16)
     model = opt.integrations.attach_lora(model, 2, 4, dtype=dtype, **ALL)
     kinds = {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
     assert kinds == {dtype}
     assert {p.dtype for n, p in model.named_parameters() if "lm_head" in n} == {torch.bfloat16}
 
 
-def test_bitsandbytes_experts_are_found_by_their_whole_names(opt, device) -> None:
-    model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+def test_bitsandbytes_experts_are_found_by_their_whole_names(opt, fresh) -> None:
+    model = fresh(moe_intermediate_size=64, hidden_size=64)
     parametrize_4_bits(model)
     model = opt.integrations.attach_lora(model, 3, 7, target_modules=["q_proj"])
     assert sum(".experts." in name for name in trained(model)) == 8
 
 
 @PARTS_OF_A_MODEL
-def test_switching_off_is_the_base_bit_for_bit(opt, device, parts) -> None:
-    base = build("qwen3_moe").to(device)
+def test_switching_off_is_the_base_bit_for_bit(opt, fresh, parts) -> None:
+    base = fresh()
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
-    model = attached(opt, base, parts)
+    model = attached(opt, base, **parts)
     flags = trained(model)
     adapted = logits(model)
     assert relative_error(adapted, expected) > 0.1
@@ -216,13 +193,13 @@ def test_switching_off_is_the_base_bit_for_bit(opt, device, parts) -> None:
 
 
 @PARTS_OF_A_MODEL
-def test_several_adapters(opt, device, parts) -> None:
-    base = build("qwen3_moe").to(device)
+def test_several_adapters(opt, fresh, parts) -> None:
+    base = fresh()
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
-    model = attached(opt, base, parts)
+    model = attached(opt, base, **parts)
     flags, adapted = trained(model), logits(model)
-    whole = parts == "all"
+    whole = bool(parts)
     second = {"target_modules": ["o_proj"]} if whole else {"target_parameters": ["down_proj"]}
     opt.integrations.attach_lora(model, 2, 3, adapter_name="other", **second)
     assert_same_bits(logits(model), adapted)  # the first one stays active, and trains
@@ -255,8 +232,8 @@ def test_several_adapters(opt, device, parts) -> None:
 
 @PARTS_OF_A_MODEL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
-    model = attached(opt, build("gpt_oss", dtype=dtype).to(device), parts)
+def test_merge_and_unmerge(opt, fresh, dtype, parts) -> None:
+    model = attached(opt, fresh("gpt_oss", dtype=dtype), **parts)
     weights = {n: p.clone() for n, p in model.named_parameters()}
     adapted = logits(model)
     opt.integrations.merge_lora(model, keep_on="cpu")
@@ -264,8 +241,8 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
         assert_error_at_most(logits(model), adapted, FP32)
     changed = [n for n, p in model.named_parameters() if not torch.equal(p, weights[n])]
     # both projections, and with them q and v, of both layers
-    assert len(changed) == 2 * (2 + 2 * (parts == "all"))
-    if parts == "experts":
+    assert len(changed) == 2 * (2 + 2 * bool(parts))
+    if not parts:
         for action in (lambda: opt.integrations.set_lora(model, None), model.state_dict):
             with pytest.raises(ValueError, match="merged"):
                 action()
@@ -278,17 +255,14 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
         with pytest.raises(ValueError, match="merged"):
             action()
     opt.integrations.unmerge_lora(model)
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, weights[name])
+    assert_same_tensors(dict(model.named_parameters()), weights)
     assert_same_bits(logits(model), adapted)
     with pytest.raises(ValueError, match="nothing is merged"):
         opt.integrations.unmerge_lora(model)
-    last = (
-        "1.self_attn.v_proj.lora_B" if parts == "all" else "1.mlp.experts.expert_lora.down.lora_B"
-    )
+    last = "1.self_attn.v_proj.lora_B" if parts else "1.mlp.experts.expert_lora.down.lora_B"
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if last in n)[0] = 1e999
-    said = "v_proj has NaN or inf; nothing was merged" if parts == "all" else "NaN or inf"
+    said = "v_proj has NaN or inf; nothing was merged" if parts else "NaN or inf"
     with pytest.raises(ValueError, match=said):
         opt.integrations.merge_lora(model)
     for name in changed:
@@ -297,11 +271,11 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
 
 @pytest.mark.parametrize("kind", ["ParamWrapper", "Linear", "LoraProjection"])
 def test_a_merge_that_runs_out_of_memory_takes_back_what_it_did(
-    opt, device, submodule, monkeypatch, kind
+    opt, fresh, submodule, monkeypatch, kind
 ) -> None:
     """Also of the weight that the failing call has written already."""
     ours = kind == "LoraProjection"
-    model = attached(opt, build("qwen3_moe").to(device), "experts" if ours else "all")
+    model = attached(opt, fresh(), **({} if ours else ALL))
     weights, adapted = {n: p.clone() for n, p in model.named_parameters()}, logits(model)
     layer = getattr(submodule("moe.lora") if ours else peft.tuners.lora.layer, kind)
     merge, calls = layer.merge, []
@@ -316,18 +290,17 @@ def test_a_merge_that_runs_out_of_memory_takes_back_what_it_did(
         with pytest.raises(torch.OutOfMemoryError):
             opt.integrations.merge_lora(model)
         assert len(calls) == 2
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, weights[name])
+    assert_same_tensors(dict(model.named_parameters()), weights)
     assert_same_bits(logits(model), adapted)
     opt.integrations.merge_lora(model)
 
 
 @PARTS_OF_A_MODEL
 @pytest.mark.parametrize("merged", [False, True])
-def test_detached_models_are_clean(opt, device, merged: bool, parts) -> None:
-    plain = build("qwen3_moe").to(device)
+def test_detached_models_are_clean(opt, fresh, merged: bool, parts) -> None:
+    plain = fresh()
     base = copy.deepcopy(plain)
-    model = attached(opt, base, parts)
+    model = attached(opt, base, **parts)
     adapted = logits(model)
     if merged:
         opt.integrations.merge_lora(model)
@@ -339,16 +312,16 @@ def test_detached_models_are_clean(opt, device, merged: bool, parts) -> None:
         assert_error_at_most(logits(base), adapted, FP32)
     else:
         assert_same_bits(logits(base), logits(plain))
-    attached(opt, base, parts)
-    hooks = 1 if parts == "experts" else 0
+    attached(opt, base, **parts)
+    hooks = 0 if parts else 1
     assert all(len(m._forward_pre_hooks) == hooks for m in experts_of(base))
 
 
 @pytest.mark.parametrize("how", ["PeftModel", "its base", "transformers"])
-def test_experts_join_an_adapter_of_peft(opt, device, how: str, tmp_path) -> None:
+def test_experts_join_an_adapter_of_peft(opt, fresh, how: str, tmp_path) -> None:
     """Attention goes on training, and one file holds both."""
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"])
-    base = build("qwen3_moe").to(device)
+    base = fresh()
     if how == "transformers":
         base.add_adapter(config)
         model = base
@@ -365,19 +338,17 @@ def test_experts_join_an_adapter_of_peft(opt, device, how: str, tmp_path) -> Non
     assert len(trained(model)) == 2 * (2 + 4)
     set_random_lora(model)
     train(model)
-    assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
+    assert_read_everywhere(opt, model.eval(), tmp_path, fresh)
     if how == "PeftModel":
         model.save_pretrained(tmp_path / "peft")
-        loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path / "peft")
+        loaded = peft.PeftModel.from_pretrained(fresh(), tmp_path / "peft")
         assert_error_at_most(logits(loaded), logits(model), FP32)
 
 
 @pytest.mark.parametrize("how", ["PeftModel", "its base"])
-def test_what_is_active_stays_so(opt, device, how: str) -> None:
+def test_what_is_active_stays_so(opt, fresh, how: str) -> None:
     """Of a model whose experts join an adapter that is not in use, or that gets a new one."""
-    model = peft.get_peft_model(
-        build("qwen3_moe").to(device), peft.LoraConfig(target_modules=["q_proj"])
-    )
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
     model = model if how == "PeftModel" else model.get_base_model()
     set_random_lora(model)
@@ -413,10 +384,7 @@ REFUSED = [
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
     ({"target_modules": ["input_layernorm"]}, "is not supported"),
-    (
-        {"target_modules": ["q_proj", "q_prj"]},
-        r"target_modules: \['q_prj'\] are names",
-    ),
+    ({"target_modules": ["q_proj", "q_prj"]}, r"target_modules: \['q_prj'\] are names"),
     (
         {"target_modules": ["q_proj", "down_proj"]},
         r"'down_proj'.* of no modules; .* experts are stacks that have LoRA without being named",
@@ -447,8 +415,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize) -> None:
-    model = build("qwen3_moe").to(device)
+def test_a_refusal_leaves_the_model_alone(opt, fresh, options, words, quantize) -> None:
+    model = fresh()
     before, expected = everything(model), logits(model)
     with pytest.raises((ValueError, TypeError), match=words):
         opt.integrations.attach_lora(model, **{"quantize": quantize} | options)
@@ -456,14 +424,14 @@ def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize)
     assert_same_bits(logits(model), expected)
 
 
-def test_peft_does_not_warn_of_patterns_that_nobody_wrote(opt, device) -> None:
+def test_peft_does_not_warn_of_patterns_that_nobody_wrote(opt, fresh) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*_pattern keys did not match")
-        opt.integrations.attach_lora(build("qwen3_moe").to(device), target_modules="all-linear")
+        opt.integrations.attach_lora(fresh(), target_modules="all-linear")
 
 
-def test_the_hub_is_not_asked_for_the_base_model(opt, device, tmp_path, monkeypatch) -> None:
-    model = attached(opt, build("qwen3_moe").to(device))
+def test_the_hub_is_not_asked_for_the_base_model(opt, fresh, tmp_path, monkeypatch) -> None:
+    model = attached(opt, fresh(), **ALL)
     opt.integrations.save_peft_adapter(model, tmp_path)
     edit(tmp_path, base_model_name_or_path="somebody/other")
     asked = mock.Mock(return_value=False)
@@ -473,8 +441,8 @@ def test_the_hub_is_not_asked_for_the_base_model(opt, device, tmp_path, monkeypa
     asked.assert_not_called()
 
 
-def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) -> None:
-    model = attached(opt, build("qwen3_moe").to(device))
+def test_a_refused_second_adapter_leaves_the_first_alone(opt, fresh, tmp_path) -> None:
+    model = attached(opt, fresh(), **ALL)
     base = model.get_base_model()
     opt.integrations.save_peft_adapter(model, tmp_path)
     expected, before, known = logits(model), everything(base), list(model.peft_config)
@@ -498,25 +466,23 @@ def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) 
     assert model.active_adapter == "other"
 
 
-@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
-def test_short_of_memory_in_the_middle_of_4_bits(
-    opt, device, submodule, monkeypatch, options
-) -> None:
-    model = build("qwen3_moe").to(device)
+@PARTS_OF_A_MODEL
+def test_short_of_memory_in_the_middle_of_4_bits(opt, fresh, submodule, monkeypatch, parts) -> None:
+    model = fresh()
     formats = submodule("kernels.quant.formats")
     fail_at(monkeypatch, formats, "nf4_quantize", 8, SHORT)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
-        opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
+        opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **parts)
     assert not any(".lora_" in name or "modules_to_save" in name for name in model.state_dict())
     assert all(p.requires_grad for n, p in model.named_parameters() if ".experts." not in n)
     logits(model)  # half quantised, it runs
-    model = opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
+    model = opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **parts)
     assert not any(name.endswith(STACKS) for name in model.state_dict())
     train(model)
 
 
-def test_lora_on_experts_alone_is_not_mixed_with_pefts(opt, device) -> None:
-    model = build("qwen3_moe").to(device)
+def test_lora_on_experts_alone_is_not_mixed_with_pefts(opt, fresh) -> None:
+    model = fresh()
     opt.integrations.attach_lora(model, 2, 4)
     with pytest.raises(ValueError, match=r"on the experts alone; detach_lora\(model\) first"):
         opt.integrations.attach_lora(model, 2, 4, target_modules=["q_proj"], adapter_name="other")
@@ -524,9 +490,9 @@ def test_lora_on_experts_alone_is_not_mixed_with_pefts(opt, device) -> None:
     opt.integrations.attach_lora(model, 2, 4, target_modules=["q_proj"])
 
 
-def test_what_needs_peft_says_so(opt, device, monkeypatch) -> None:
+def test_what_needs_peft_says_so(opt, fresh, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     before = everything(model)
     for options in ({"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}):
         with pytest.raises(ImportError, match="PEFT's work, which is not installed: pip install"):
@@ -538,9 +504,9 @@ def test_what_needs_peft_says_so(opt, device, monkeypatch) -> None:
 
 @PARTS_OF_A_MODEL
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.gate.weight"])
-def test_a_file_leaves_out_nothing_that_trains(opt, device, name, parts, tmp_path) -> None:
-    base = build("qwen3_moe").to(device)
-    model = attached(opt, base, parts)
+def test_a_file_leaves_out_nothing_that_trains(opt, fresh, name, parts, tmp_path) -> None:
+    base = fresh()
+    model = attached(opt, base, **parts)
     base.model.get_parameter(name).requires_grad_(True)
     with pytest.raises(ValueError, match=rf"{name} trains beside .*modules_to_save"):
         opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
@@ -550,14 +516,11 @@ def test_a_file_leaves_out_nothing_that_trains(opt, device, name, parts, tmp_pat
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize("parts", ["all", "experts"])
-def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
+@PARTS_OF_A_MODEL
+def test_trainer(opt, device, fresh, parts, quantize, tmp_path: Path) -> None:
     def trainer(folder: Path) -> transformers.Trainer:
         torch.manual_seed(7)
-        options = ALL if parts == "all" else {}
-        model = opt.integrations.attach_lora(
-            build("qwen3_moe").to(device), 3, 7, quantize=quantize, **options
-        )
+        model = opt.integrations.attach_lora(fresh(), 3, 7, quantize=quantize, **parts)
         return plain_trainer(model, settings(folder, device) | {"max_steps": 5, "save_steps": 3})
 
     whole = trainer(tmp_path)
@@ -571,21 +534,21 @@ def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
         if parameter.requires_grad:
             assert_same_bits(again.model.get_parameter(name), parameter)
     opt.integrations.save_peft_adapter(again.model, tmp_path / "adapter")
-    loaded = build("qwen3_moe").to(device)
+    loaded = fresh()
     if quantize:
         opt.integrations.quantize_experts(loaded)
     opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
     assert_same_bits(logits(loaded), logits(whole.model.eval()))
 
 
-@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
-def test_wide_stacks_go_while_4_bits_are_made(opt, device, submodule, watch, options) -> None:
+@PARTS_OF_A_MODEL
+def test_wide_stacks_go_while_4_bits_are_made(opt, fresh, submodule, watch, parts) -> None:
     """What undoes a failure must not keep the 16 bits of layers that are done."""
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     first = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
     module = submodule("kernels.quant.formats")
     alive = watch(module, "nf4_quantize", lambda *_, **__: first() is not None)
-    opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
+    opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **parts)
     assert alive[0] and not alive[-1]
 
 
@@ -593,18 +556,17 @@ def test_wide_stacks_go_while_4_bits_are_made(opt, device, submodule, watch, opt
 @pytest.mark.parametrize("target_modules", [["down_proj", "q_proj"], "all-linear"], ids=str)
 @pytest.mark.parametrize("first", ["quantize", "attach"])
 def test_4_bit_stacks_are_no_modules_of_peft(
-    opt, device, first, target_modules, name, tmp_path
+    opt, fresh, first, target_modules, name, tmp_path
 ) -> None:
     """Shared experts have a down_proj, a Linear, and experts one, a stack.
 
     Of models that transformers 4 knew, as Qwen3-Next, PEFT takes the name for the experts alone.
     """
-    model, again, other = (build(name).to(device) for _ in range(3))
+    model, again, other = (fresh(name) for _ in range(3))
     if first == "quantize":
         opt.integrations.quantize_experts(model)
     options = {"target_modules": target_modules, "quantize": "nf4" if first == "attach" else None}
-    model = opt.integrations.attach_lora(model, 3, 7, **options)
-    set_random_lora(model)
+    model = attached(opt, model, **options)
     shared = any("shared_expert.down_proj.lora_A" in key for key in trained(model))
     assert shared == (name == "qwen3_5_moe")
     expected = logits(model)
@@ -616,14 +578,14 @@ def test_4_bit_stacks_are_no_modules_of_peft(
     assert_same_bits(logits(again), expected)
 
 
-def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, device, tmp_path) -> None:
+def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, fresh, tmp_path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     config.rank_pattern = {"(q_proj|v_proj)": 3}
-    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), peft_config=config)
+    model = opt.integrations.attach_lora(fresh(), peft_config=config)
     assert model.peft_config["default"].target_parameters == set(EXPERTS)
     set_random_lora(model)
     opt.integrations.save_peft_adapter(model, tmp_path)
-    base = build("qwen3_moe").to(device)
+    base = fresh()
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained.*use_in_transformers"):
         opt.integrations.load_peft_adapter(base, tmp_path)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)

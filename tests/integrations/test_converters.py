@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors
 from ..optimizers._steps import (

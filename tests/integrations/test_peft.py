@@ -17,7 +17,7 @@ from ._models import (
     DISTINCT,
     FP32,
     assert_close_tensors,
-    build,
+    attached,
     experts_of,
     logits,
     parametrize_4_bits,
@@ -80,8 +80,8 @@ ONE = [{"parameters": [target], "use_rslora": True} for target in BOTH]
     + [(name, targets) for name in ("qwen3_moe_square", "gpt_oss") for targets in ONE],
     ids=str,
 )
-def test_logits_and_gradients_are_pefts(opt, device, name: str, targets) -> None:
-    model = wrap(build(name).to(device), **targets)
+def test_logits_and_gradients_are_pefts(opt, fresh, name: str, targets) -> None:
+    model = wrap(fresh(name), **targets)
     options = ROUTER_LOSS.get(name, {})
     expected, gradients = step(model, **options)
     wrapped = 2 if targets is WITH_ROUTER else 1
@@ -94,8 +94,8 @@ def test_logits_and_gradients_are_pefts(opt, device, name: str, targets) -> None
 
 
 @pytest.mark.sees_defect("PEFT forms W + delta for every expert on every forward")
-def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_weights_are_never_replaced(opt, fresh, monkeypatch) -> None:
+    model = wrap(fresh())
     opt.integrations.use_in_transformers(model)
 
     def refuse(*_, **__):
@@ -110,8 +110,8 @@ def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
 
 
 @pytest.mark.sees_defect("B is copied on every forward; gradients come back in another layout")
-def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
-    model = wrap(build("gpt_oss").to(device))
+def test_factors_are_views_of_the_parameters(opt, fresh, submodule) -> None:
+    model = wrap(fresh("gpt_oss"))
     lora = submodule("integrations.adapters.peft").active_lora(wrappers_of(model)["0", "down_proj"])
     for factors, target in ((lora.gate_up, "gate_up_proj"), (lora.down, "down_proj")):
         wrapper = wrappers_of(model)["0", target]
@@ -125,9 +125,9 @@ def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
 
 
 @pytest.mark.sees_defect("one patch of a class changes every model in the process")
-def test_other_models_keep_pefts_forward(opt, device) -> None:
+def test_other_models_keep_pefts_forward(opt, fresh) -> None:
     """Nothing is patched but the model that was given."""
-    model, other = (wrap(build("qwen3_moe").to(device)) for _ in range(2))
+    model, other = (wrap(fresh()) for _ in range(2))
     expected = logits(other)
     opt.integrations.use_in_transformers(model)
     assert_same_bits(logits(other), expected)
@@ -137,15 +137,14 @@ def test_other_models_keep_pefts_forward(opt, device) -> None:
 
 
 @pytest.mark.parametrize("lora", ["peft", "attached"])
-def test_compiles_without_a_graph_break(opt, device, lora: str) -> None:
-    model = build("qwen3_moe").to(device)
+def test_compiles_without_a_graph_break(opt, device, fresh, lora: str) -> None:
+    model = fresh()
     if lora == "peft":
         model = wrap(model)
         opt.integrations.use_in_transformers(model)
         module = wrappers_of(model)["0", "down_proj"]
     else:
-        opt.integrations.attach_lora(model, 3, 7)
-        set_random_lora(model)
+        attached(opt, model)
         module = experts_of(model)[0]
     inputs = routing(experts_of(model)[0], device)
     expected = gradients_of(module, module, *inputs)
@@ -159,9 +158,9 @@ def test_compiles_without_a_graph_break(opt, device, lora: str) -> None:
 
 @pytest.mark.sees_defect("disabled adapters act on: reference passes of DPO and GRPO see LoRA")
 @pytest.mark.sees_defect("merged adapters count twice")
-def test_adapters_that_are_disabled_or_merged(opt, device) -> None:
+def test_adapters_that_are_disabled_or_merged(opt, fresh) -> None:
     """The base bit for bit without them; once merged they count once."""
-    base = build("qwen3_moe").to(device)
+    base = fresh()
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
     model = wrap(base)
@@ -176,14 +175,14 @@ def test_adapters_that_are_disabled_or_merged(opt, device) -> None:
     with model.disable_adapter():  # PEFT takes the delta out of the weights for it
         assert_error_at_most(logits(model), expected, FP32)
     assert_error_at_most(logits(model), adapted, FP32)
-    other = wrap(build("qwen3_moe").to(device))
+    other = wrap(fresh())
     opt.integrations.use_in_transformers(other)
     assert_same_bits(logits(other.unload()), expected)
 
 
 @pytest.mark.sees_defect("the first of several active adapters is taken in silence")
-def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_active_adapter_is_the_one_that_is_set(opt, fresh) -> None:
+    model = wrap(fresh())
     add(model, "other")
     expected = {}
     for name in ("default", "other"):
@@ -208,10 +207,10 @@ def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
 @pytest.mark.sees_defect(
     "PEFT 0.21.2 leaves its parametrization on 4-bit experts: every forward adds a delta"
 )
-def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, device) -> None:
+def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, fresh) -> None:
     """PEFT 0.21.2 leaves its parametrization on quantized experts: each forward adds a delta."""
     sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
-    base, model, dense = (build("qwen3_moe", **sizes).to(device) for _ in range(3))
+    base, model, dense = (fresh(**sizes) for _ in range(3))
     for one in (base, model):
         parametrize_4_bits(one)
     opt.integrations.use_in_transformers(base)
@@ -236,16 +235,16 @@ def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, device) -> None:
     assert_error_at_most(first, logits(reference), FP32)
 
 
-def test_other_implementations_run_pefts_own_forward(opt, device) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_other_implementations_run_pefts_own_forward(opt, fresh) -> None:
+    model = wrap(fresh())
     expected = logits(model)
     opt.integrations.use_in_transformers(model)
     model.get_base_model().set_experts_implementation("eager")
     assert_same_bits(logits(model), expected)
 
 
-def test_a_copy_has_its_own_adapters(opt, device) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_a_copy_has_its_own_adapters(opt, fresh) -> None:
+    model = wrap(fresh())
     opt.integrations.use_in_transformers(model)
     expected = logits(model)
     twin = copy.deepcopy(model)
@@ -254,7 +253,7 @@ def test_a_copy_has_its_own_adapters(opt, device) -> None:
     assert_same_bits(logits(model), expected)
 
 
-def test_forward_replaced_by_accelerate_is_kept(opt, device) -> None:
+def test_forward_replaced_by_accelerate_is_kept(opt, fresh) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     class Counting(ModelHook):
@@ -264,7 +263,7 @@ def test_forward_replaced_by_accelerate_is_kept(opt, device) -> None:
             self.calls += 1
             return args, kwargs
 
-    model = wrap(build("qwen3_moe").to(device))
+    model = wrap(fresh())
     expected = logits(model)
     hook = Counting()
     outer = wrappers_of(model)["0", "down_proj"]
@@ -288,8 +287,8 @@ UNSAID = {
 
 
 @pytest.mark.parametrize("option", UNSAID)
-def test_what_the_factors_cannot_say_is_refused(opt, device, option: str) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_what_the_factors_cannot_say_is_refused(opt, fresh, option: str) -> None:
+    model = wrap(fresh())
     opt.integrations.use_in_transformers(model)
     attribute, value = UNSAID[option]
     getattr(wrappers_of(model)["1", "gate_up_proj"], attribute)["default"] = value
@@ -297,8 +296,8 @@ def test_what_the_factors_cannot_say_is_refused(opt, device, option: str) -> Non
         logits(model)
 
 
-def test_batches_of_mixed_adapters_are_refused(opt, device) -> None:
-    model = wrap(build("qwen3_moe").to(device))
+def test_batches_of_mixed_adapters_are_refused(opt, device, fresh) -> None:
+    model = wrap(fresh())
     opt.integrations.use_in_transformers(model)
     hidden, index, weights = routing(experts_of(model)[0], device)
     outer = wrappers_of(model)["0", "down_proj"]
@@ -318,10 +317,10 @@ def deltas(a: torch.Tensor, b: torch.Tensor, count: int, order: str) -> torch.Te
 @pytest.mark.parametrize("version", ["0.18", "0.19.0", "now"])
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
 def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(
-    opt, device, name: str, version: str
+    opt, device, fresh, name: str, version: str
 ) -> None:
     """gate_up_proj is square in both: the wrong roles would fit, and give other results."""
-    model = wrap(build(name, **SQUARE[name]).to(device), parameters=BOTH[:1])
+    model = wrap(fresh(name, **SQUARE[name]), parameters=BOTH[:1])
     experts = experts_of(model)[0]
     wrapper = wrappers_of(model)["0", "gate_up_proj"]
     assert experts.gate_up_proj.shape[1] == experts.gate_up_proj.shape[2]
@@ -345,8 +344,8 @@ def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(
         assert relative_error(ours[key], expected[key]) <= FP32, key
 
 
-def test_adapter_that_transformers_itself_adds(opt, device) -> None:
-    model = build("qwen3_moe").to(device)
+def test_adapter_that_transformers_itself_adds(opt, fresh) -> None:
+    model = fresh()
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=[], target_parameters=list(BOTH))
     model.add_adapter(config)
     set_random_lora(model)
@@ -360,18 +359,12 @@ def test_adapter_that_transformers_itself_adds(opt, device) -> None:
 SUFFIXES = ["experts.down_proj", "experts.gate_up_proj"]
 
 
-def quantized(opt, device, name: str = "qwen3_moe") -> tuple[nn.Module, nn.Module]:
-    """A model with 4-bit experts, and a dense one that holds what they decode to."""
-    model = build(name).to(device)
-    twin = rounded(opt, model, "nf4")
-    opt.integrations.quantize_experts(model)
-    return model, twin
-
-
 @pytest.mark.parametrize("targets", ["suffix", "full path"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_lora_over_4_bits_is_pefts_over_the_rounded_experts(opt, device, name, targets) -> None:
-    model, twin = quantized(opt, device, name)
+def test_lora_over_4_bits_is_pefts_over_the_rounded_experts(opt, fresh, name, targets) -> None:
+    model = fresh(name)
+    twin = rounded(opt, model, "nf4")
+    opt.integrations.quantize_experts(model)
     parameters = SUFFIXES if targets == "suffix" else full_paths(model)
     base = logits(model)
     options = {"parameters": parameters, "modules": ["o_proj"]}
@@ -402,8 +395,9 @@ def train(model: nn.Module, steps: int = 3) -> None:
         optimizer.step()
 
 
-def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
-    model, _ = quantized(opt, device)
+def test_a_second_adapter_goes_onto_the_same_wrappers(opt, fresh) -> None:
+    model = fresh()
+    opt.integrations.quantize_experts(model)
     model = wrap(model)
     add(model, "other")
     assert len(wrappers_of(model)) == 4
@@ -417,9 +411,9 @@ def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "ours, after PEFT", "bitsandbytes"])
-def test_nothing_is_merged_into_4_bits(opt, device, kind: str) -> None:
+def test_nothing_is_merged_into_4_bits(opt, fresh, kind: str) -> None:
     """PEFT added to a decoded copy of bitsandbytes' stacks, and the adapter was gone."""
-    model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+    model = fresh(moe_intermediate_size=64, hidden_size=64)
     parameters = full_paths(model)
     if kind == "ours":
         opt.integrations.quantize_experts(model)
@@ -439,11 +433,8 @@ def test_nothing_is_merged_into_4_bits(opt, device, kind: str) -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_a_wrapped_model_is_pickled_whole(opt, device, tmp_path, quantize) -> None:
-    model = opt.integrations.attach_lora(
-        build("qwen3_moe").to(device), 3, 7, target_modules=["q_proj"], quantize=quantize
-    )
-    set_random_lora(model)
+def test_a_wrapped_model_is_pickled_whole(opt, fresh, tmp_path, quantize) -> None:
+    model = attached(opt, fresh(), target_modules=["q_proj"], quantize=quantize)
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     if not quantize:  # as where PEFT wraps a model that is on our experts already
@@ -458,9 +449,10 @@ def test_a_wrapped_model_is_pickled_whole(opt, device, tmp_path, quantize) -> No
             loaded.merge_adapter()
 
 
-def test_only_peft_is_told_of_the_stacks(opt, device) -> None:
+def test_only_peft_is_told_of_the_stacks(opt, fresh) -> None:
     """fully_shard and DDP ask in the same words, and would take the bytes twice."""
-    model, _ = quantized(opt, device)
+    model = fresh()
+    opt.integrations.quantize_experts(model)
     for experts in experts_of(model):
         assert dict(experts.named_parameters(recurse=False)) == {}
         names = {name for name, _ in experts.named_parameters()}
@@ -480,9 +472,9 @@ def test_only_peft_is_told_of_the_stacks(opt, device) -> None:
     ],
     ids=str,
 )
-def test_experts_that_peft_missed_are_refused(opt, device, parameters, named) -> None:
+def test_experts_that_peft_missed_are_refused(opt, fresh, parameters, named) -> None:
     """bitsandbytes' stacks are found by their full path alone, and a wrong name by none."""
-    model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+    model = fresh(moe_intermediate_size=64, hidden_size=64)
     parametrize_4_bits(model)
     model = wrap(model, parameters=parameters, modules=["q_proj"])
     assert not wrappers_of(model)
@@ -491,17 +483,17 @@ def test_experts_that_peft_missed_are_refused(opt, device, parameters, named) ->
     assert model.config._experts_implementation == "eager"
 
 
-def test_layers_that_peft_did_not_reach_are_refused(opt, device) -> None:
-    model = wrap(build("qwen3_moe").to(device), modules=["q_proj"])
+def test_layers_that_peft_did_not_reach_are_refused(opt, fresh) -> None:
+    model = wrap(fresh(), modules=["q_proj"])
     layer = model.get_base_model().model.layers[1].mlp
     layer.experts = layer.experts.base_layer.base_layer
     with pytest.raises(ValueError, match=r"no LoRA is on .*layers\.1\.mlp\.experts\.down_proj"):
         opt.integrations.use_in_transformers(model)
 
 
-def test_a_model_inside_a_prompt_of_peft_is_refused(opt, device, tmp_path) -> None:
+def test_a_model_inside_a_prompt_of_peft_is_refused(opt, fresh, tmp_path) -> None:
     """It has no layers of PEFT, but another name for everything."""
-    inner = build("qwen3_moe").to(device)
+    inner = fresh()
     opt.integrations.attach_lora(inner, 3, 7)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = peft.get_peft_model(inner, config)
@@ -515,9 +507,9 @@ def test_a_model_inside_a_prompt_of_peft_is_refused(opt, device, tmp_path) -> No
 
 
 @pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
-def test_peft_refuses_experts_with_lora_of_ours(opt, device, how: str) -> None:
+def test_peft_refuses_experts_with_lora_of_ours(opt, fresh, how: str) -> None:
     """It froze them, and its file left them out."""
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     opt.integrations.attach_lora(model, 3, 7)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
     config = peft.LoraConfig(target_modules=["q_proj"])

@@ -17,7 +17,8 @@ from ._models import (
     DISTINCT,
     FP32,
     assert_close_tensors,
-    build,
+    assert_read_everywhere,
+    attached,
     experts_of,
     logits,
     set_random_lora,
@@ -25,7 +26,6 @@ from ._models import (
     trained,
 )
 from .test_peft import BOTH, SQUARE, deltas, wrap
-from .test_transformers_lora import attached
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -40,30 +40,32 @@ def edit(folder: Path, **changes) -> Path:
 
 
 @pytest.fixture
-def saved(opt, device, tmp_path) -> Path:
+def saved(opt, fresh, tmp_path) -> Path:
     """An adapter that PEFT wrote."""
-    wrap(build("qwen3_moe_square").to(device)).save_pretrained(tmp_path / "saved")
+    wrap(fresh("qwen3_moe_square")).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
 
 
 @pytest.mark.parametrize(
     ("name", "rslora"), [(name, name in ("qwen3_moe_square", "gpt_oss")) for name in DISTINCT]
 )
-def test_our_adapter_in_peft_and_back(opt, device, name: str, rslora: bool, tmp_path) -> None:
+def test_our_adapter_in_peft_and_back(
+    opt, device, fresh, name: str, rslora: bool, tmp_path
+) -> None:
     """Logits, and the gradients, which a file holds under PEFT's names if they are the factors."""
-    model = attached(opt, device, name, use_rslora=rslora)
+    model = attached(opt, fresh(name), use_rslora=rslora)
     opt.integrations.save_peft_adapter(model, tmp_path)
     assert json.loads((tmp_path / CONFIG).read_text())["use_rslora"] == rslora
-    loaded = peft.PeftModel.from_pretrained(build(name).to(device), tmp_path, is_trainable=True)
+    loaded = peft.PeftModel.from_pretrained(fresh(name), tmp_path, is_trainable=True)
     loaded.save_pretrained(tmp_path / "theirs")
     saved = [load_file(folder / TENSORS) for folder in (tmp_path, tmp_path / "theirs")]
     assert_same_tensors(*saved)
-    again = build(name).to(device)
+    again = fresh(name)
     opt.integrations.load_peft_adapter(again, tmp_path / "theirs")
     assert_same_bits(logits(again), logits(model))
     (found, ours), (expected, theirs) = step(model), step(loaded)
     assert_error_at_most(found, expected, FP32)
-    assert relative_error(found, logits(build(name).to(device))) > 0.1
+    assert relative_error(found, logits(fresh(name))) > 0.1
     with torch.no_grad():
         for key, gradient in ours.items():
             model.get_parameter(key).copy_(gradient)
@@ -74,27 +76,22 @@ def test_our_adapter_in_peft_and_back(opt, device, name: str, rslora: bool, tmp_
 
 
 @pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
-def test_one_projection_has_no_base_layer_in_its_key(opt, device, target: str, tmp_path) -> None:
-    model = attached(opt, device, "qwen3_moe_square", target_parameters=[target])
-    opt.integrations.save_peft_adapter(model, tmp_path)
+def test_one_projection_has_no_base_layer_in_its_key(opt, fresh, target: str, tmp_path) -> None:
+    model = attached(opt, fresh("qwen3_moe_square"), target_parameters=[target])
+    assert_read_everywhere(opt, model, tmp_path, fresh, "qwen3_moe_square")
     assert not [key for key in load_file(tmp_path / TENSORS) if "base_layer" in key]
-    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe_square").to(device), tmp_path)
-    assert_error_at_most(logits(loaded), logits(model), FP32)
-    again = build("qwen3_moe_square").to(device)
-    opt.integrations.load_peft_adapter(again, tmp_path)
-    assert_same_bits(logits(again), logits(model))
 
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "alpha/sqrt(r)"])
-def test_ranks_and_alphas_by_pattern(opt, device, rslora: bool, tmp_path) -> None:
+def test_ranks_and_alphas_by_pattern(opt, fresh, rslora: bool, tmp_path) -> None:
     reference = wrap(
-        build("gpt_oss").to(device),
+        fresh("gpt_oss"),
         use_rslora=rslora,
         rank_pattern={r"0\.mlp\.experts\.gate_up_proj": 5, "down_proj": 1},
         alpha_pattern={r".*\.gate_up_proj": 11.5},
     )
     reference.save_pretrained(tmp_path / "theirs")
-    model = build("gpt_oss").to(device)
+    model = fresh("gpt_oss")
     opt.integrations.load_peft_adapter(model, tmp_path / "theirs")
     ranks = {
         (layer, name): entry.lora_B["default"].weight.shape[1] // 5
@@ -102,18 +99,15 @@ def test_ranks_and_alphas_by_pattern(opt, device, rslora: bool, tmp_path) -> Non
         for name, entry in experts.expert_lora.items()
     }
     assert ranks == {(0, "gate_up"): 5, (1, "gate_up"): 3, (0, "down"): 1, (1, "down"): 1}
-    expected = logits(reference)
-    assert_error_at_most(logits(model), expected, FP32)
-    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
-    loaded = peft.PeftModel.from_pretrained(build("gpt_oss").to(device), tmp_path / "ours")
-    assert_error_at_most(logits(loaded), expected, FP32)
+    assert_error_at_most(logits(model), logits(reference), FP32)
+    assert_read_everywhere(opt, model, tmp_path / "ours", fresh, "gpt_oss")
 
 
-def test_round_trip_is_exact_in_every_dtype(opt, device, tmp_path) -> None:
+def test_round_trip_is_exact_in_every_dtype(opt, fresh, tmp_path) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model = attached(opt, device, dtype=dtype)
+        model = attached(opt, fresh(), dtype=dtype)
         opt.integrations.save_peft_adapter(model, tmp_path / "a")
-        again = build("qwen3_moe").to(device)
+        again = fresh()
         opt.integrations.load_peft_adapter(again, tmp_path / "a", adapter_name="other")
         opt.integrations.save_peft_adapter(again, tmp_path / "b")
         for file in (CONFIG, TENSORS):
@@ -122,19 +116,19 @@ def test_round_trip_is_exact_in_every_dtype(opt, device, tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CONFIG, TENSORS]
 
 
-def test_names_that_torch_compile_adds_stay_out(opt, device, tmp_path) -> None:
-    model = attached(opt, device)
+def test_names_that_torch_compile_adds_stay_out(opt, fresh, tmp_path) -> None:
+    model = attached(opt, fresh())
     opt.integrations.save_peft_adapter(model, tmp_path / "a")
     opt.integrations.save_peft_adapter(torch.compile(model, backend="eager"), tmp_path / "b")
     assert load_file(tmp_path / "a" / TENSORS).keys() == load_file(tmp_path / "b" / TENSORS).keys()
-    compiled = torch.compile(build("qwen3_moe").to(device), backend="eager")
+    compiled = torch.compile(fresh(), backend="eager")
     opt.integrations.load_peft_adapter(compiled, tmp_path / "b")
     opt.integrations.save_peft_adapter(compiled, tmp_path / "c")
     assert (tmp_path / "a" / TENSORS).read_bytes() == (tmp_path / "c" / TENSORS).read_bytes()
 
 
-def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
-    model = attached(opt, device)
+def test_which_adapter_is_saved_and_trained(opt, fresh, tmp_path) -> None:
+    model = attached(opt, fresh())
     opt.integrations.attach_lora(model, 2, 3, adapter_name="other")
     set_random_lora(model, seed=8)
     opt.integrations.save_peft_adapter(model, tmp_path, adapter_name="other")
@@ -155,16 +149,16 @@ def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
 )
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
 def test_roles_of_a_and_b_follow_the_version_and_not_the_shape(
-    opt, device, name: str, version: str | None, tmp_path
+    opt, device, fresh, name: str, version: str | None, tmp_path
 ) -> None:
     """Square projections of old files load without an error either way, and then differ."""
-    wrap(build(name, **SQUARE[name]).to(device), parameters=BOTH[:1]).save_pretrained(tmp_path)
+    wrap(fresh(name, **SQUARE[name]), parameters=BOTH[:1]).save_pretrained(tmp_path)
     edit(tmp_path, peft_version=version)
-    model = build(name, **SQUARE[name]).to(device)
+    model = fresh(name, **SQUARE[name])
     transposed = experts_of(model)[0].is_transposed
     recent = version in ("0.19.1", "0.21.2", "0.22.0.dev0")
     swapped = not transposed if recent else transposed and version == "0.19.0"
-    expected = build(name, **SQUARE[name]).to(device)
+    expected = fresh(name, **SQUARE[name])
     tensors = load_file(tmp_path / TENSORS, device=str(device))
     with torch.no_grad():
         for layer, experts in enumerate(experts_of(expected)):
@@ -175,9 +169,7 @@ def test_roles_of_a_and_b_follow_the_version_and_not_the_shape(
     opt.integrations.load_peft_adapter(model, tmp_path)
     assert_error_at_most(logits(model), logits(expected), FP32)
     opt.integrations.save_peft_adapter(model, tmp_path / "today")
-    loaded = peft.PeftModel.from_pretrained(
-        build(name, **SQUARE[name]).to(device), tmp_path / "today"
-    )
+    loaded = peft.PeftModel.from_pretrained(fresh(name, **SQUARE[name]), tmp_path / "today")
     assert_error_at_most(logits(loaded), logits(expected), FP32)
 
 
@@ -237,14 +229,14 @@ def refused(opt, model: nn.Module, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("changes", "words"), UNFIT, ids=lambda value: f"{value!r:.60}")
-def test_unfit_configurations_are_refused(opt, device, saved, changes, words) -> None:
-    said = refused(opt, build("qwen3_moe_square").to(device), edit(saved, **changes))
+def test_unfit_configurations_are_refused(opt, fresh, saved, changes, words) -> None:
+    said = refused(opt, fresh("qwen3_moe_square"), edit(saved, **changes))
     assert re.search(words, said) and str(saved) in said
 
 
-def test_unfit_tensors_are_refused(opt, device, saved) -> None:
+def test_unfit_tensors_are_refused(opt, fresh, saved) -> None:
     load, file = opt.integrations.load_peft_adapter, saved / TENSORS
-    model = build("qwen3_moe_square").to(device)
+    model = fresh("qwen3_moe_square")
     before = set(model.state_dict())
     tensors = load_file(file)
     first, *_ = tensors
@@ -288,7 +280,7 @@ def no_network(monkeypatch) -> None:
 
 
 def test_hub_id_with_a_pinned_revision_offline(
-    opt, device, saved, tmp_path, monkeypatch, no_network
+    opt, fresh, saved, tmp_path, monkeypatch, no_network
 ) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--adapter" / "snapshots" / REVISION
@@ -299,13 +291,13 @@ def test_hub_id_with_a_pinned_revision_offline(
     for name in (CONFIG, TENSORS):
         (saved / name).rename(snapshot / name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    expected = build("qwen3_moe_square").to(device)
+    expected = fresh("qwen3_moe_square")
     opt.integrations.load_peft_adapter(expected, snapshot)
     for options in ({"revision": REVISION}, {"revision": "v1", "local_files_only": True}):
-        model = build("qwen3_moe_square").to(device)
+        model = fresh("qwen3_moe_square")
         opt.integrations.load_peft_adapter(model, "org/adapter", **options)
         assert_same_bits(logits(model), logits(expected))
-    model = build("qwen3_moe_square").to(device)
+    model = fresh("qwen3_moe_square")
     with pytest.raises(ValueError, match=r"'org/adapter' is no folder.*revision="):
         opt.integrations.load_peft_adapter(model, "org/adapter")
     for source in ("/no/such/folder", "./no_such"):
@@ -317,21 +309,21 @@ def test_hub_id_with_a_pinned_revision_offline(
                 call()
 
 
-def test_a_changed_bit_is_refused(opt, device, tmp_path) -> None:
-    opt.integrations.save_peft_adapter(attached(opt, device), tmp_path)
+def test_a_changed_bit_is_refused(opt, fresh, tmp_path) -> None:
+    opt.integrations.save_peft_adapter(attached(opt, fresh()), tmp_path)
     content = bytearray((tmp_path / TENSORS).read_bytes())
     content[-1] ^= 1
     (tmp_path / TENSORS).write_bytes(content)
     with pytest.raises(ValueError, match=r"is damaged: the checksums of 'base_model\."):
-        opt.integrations.load_peft_adapter(build("qwen3_moe_square").to(device), tmp_path)
+        opt.integrations.load_peft_adapter(fresh("qwen3_moe_square"), tmp_path)
 
 
 UNTRAINABLE = [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 
 
 @pytest.mark.parametrize("dtype", UNTRAINABLE, ids=str)
-def test_factors_that_cannot_train(opt, device, saved, dtype: torch.dtype) -> None:
-    model = build("qwen3_moe_square").to(device)
+def test_factors_that_cannot_train(opt, fresh, saved, dtype: torch.dtype) -> None:
+    model = fresh("qwen3_moe_square")
     tensors = load_file(saved / TENSORS)
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, saved / TENSORS)
     said = refused(opt, model, saved)
@@ -368,19 +360,19 @@ def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     ],
     ids=["deep", "open", "no text", "a list"],
 )
-def test_configurations_that_are_no_json_objects(opt, device, saved, text, words) -> None:
-    model = build("qwen3_moe_square").to(device)
+def test_configurations_that_are_no_json_objects(opt, fresh, saved, text, words) -> None:
+    model = fresh("qwen3_moe_square")
     (saved / CONFIG).write_text(text, encoding="latin-1")
     said = refused(opt, model, saved)
     assert str(saved / CONFIG) in said and words in said
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.21.2"])
-def test_factors_of_any_other_shape(opt, device, tmp_path, version: str) -> None:
+def test_factors_of_any_other_shape(opt, fresh, tmp_path, version: str) -> None:
     """Those of old files are exchanged, which needs a rank for every expert."""
     saved = tmp_path
-    wrap(build("qwen3_moe_square").to(device), parameters=BOTH[:1]).save_pretrained(saved)
-    model = build("qwen3_moe_square").to(device)
+    wrap(fresh("qwen3_moe_square"), parameters=BOTH[:1]).save_pretrained(saved)
+    model = fresh("qwen3_moe_square")
     tensors = load_file(saved / TENSORS)
     edit(saved, peft_version=version)
     first, *_ = tensors

@@ -15,16 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
-from ._models import (
-    FP32,
-    STACKS,
-    build,
-    experts_of,
-    logits,
-    set_random_lora,
-    step,
-    tokens,
-)
+from ._models import FP32, STACKS, attached, build, experts_of, logits, step, tokens
 from ._published import (
     BNB,
     CHANNELS,
@@ -526,8 +517,7 @@ def test_adapters_of_ours_are_pefts(opt, load_files, exact, tmp_path) -> None:
     model = load_files()
     opt.integrations.use_in_transformers(model)
     base = logits(model)
-    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
-    set_random_lora(model)
+    attached(opt, model)
     with pytest.raises(ValueError, match="an adapter cannot be merged"):
         opt.integrations.merge_lora(model)
     opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
@@ -546,8 +536,7 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     model = load_files()
     base, before = logits(model), model.state_dict()
     model.save_pretrained(tmp_path / "base")
-    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
-    set_random_lora(model)
+    attached(opt, model)
     model.save_pretrained(tmp_path / "whole")
     model.load_state_dict(load_file(tmp_path / "whole/model.safetensors"))  # as Trainer resumes
     again = load_files(tmp_path / "base")

@@ -9,11 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-)
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5MoeForConditionalGeneration
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 

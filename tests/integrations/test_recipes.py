@@ -23,13 +23,13 @@ import transformers
 from torch import nn
 from torch.distributed import checkpoint
 
-from .._compare import assert_error_at_most
+from .._compare import assert_all_same_bits, assert_error_at_most
 from ..conftest import ROOT
 from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
 from ..optimizers.test_other_groups import KELLER_JORDAN, assert_three_steps
 from ..optimizers.test_update_rules import groups_of
 from ..test_readme import blocks
-from ._models import build, tokens
+from ._models import tokens
 from ._trainers import plain_trainer, settings, sft_trainer
 
 
@@ -214,13 +214,11 @@ def test_torchtitan(opt, contract, tmp_path) -> None:
     checkpoint.save({"optimizer": containers[0]}, checkpoint_id=tmp_path / "saved", no_dist=True)
     loaded = {"optimizer": containers[1]}
     checkpoint.load(loaded, checkpoint_id=tmp_path / "saved", no_dist=True)
-    for old, param in zip(before, models[1].parameters(), strict=True):
-        assert torch.equal(old, param)
+    assert_all_same_bits(before, models[1].parameters())
     models[1].load_state_dict(models[0].state_dict())
     for model, container in zip(models, containers, strict=True):
         train(model, container, 1)
-    for here, there in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(here, there)
+    assert_all_same_bits(models[0].parameters(), models[1].parameters())
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in one.param_groups]
 
 
@@ -250,13 +248,11 @@ def test_axolotl(opt, contract, tmp_path) -> None:
     train(model, optimizer)
 
 
-def test_axolotl_runs_lora_on_experts(opt, contract, device) -> None:
+def test_axolotl_runs_lora_on_experts(opt, contract, device, fresh) -> None:
     contract.module("axolotl.integrations.base", BasePlugin=object)
     page = contract.load("axolotl.md")
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    model = peft.get_peft_model(
-        build("qwen3_moe").to(device), peft.LoraConfig(r=3, target_parameters=targets)
-    )
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(r=3, target_parameters=targets))
     ids = tokens().to(device)
     before = model(ids).logits
     page.ExpertsPlugin().post_model_load(SimpleNamespace(), model)
@@ -428,8 +424,7 @@ def test_megatron(opt, contract) -> None:
             one.grad = param.grad.float()
         optimizer.step()
         other.step()
-    for copy, one in zip(copies, alone, strict=True):
-        assert torch.equal(copy, one)
+    assert_all_same_bits(copies, alone)
     with pytest.raises(ValueError, match="tensor-model-parallel-size 1"):
         megatron_optimizer(registry, [{"params": params}], config, tp=2)
 
@@ -492,8 +487,7 @@ def test_nanochat(opt, contract, tmp_path) -> None:
     other = setup_optimizer(resumed)
     other.load_state_dict(torch.load(tmp_path / "optim_000002_rank0.pt", map_location="cpu"))
     loop(resumed, other, range(2, 4))
-    for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_all_same_bits(model.parameters(), resumed.parameters())
 
 
 STEPS, STOP = 4, 2
@@ -542,8 +536,7 @@ def test_trainer(opt, device, tmp_path: Path, kind: str) -> None:
     again = trainer_of(opt, kind, tmp_path, device)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOP}"))
     assert again.state.global_step == STEPS
-    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_all_same_bits(whole.model.parameters(), again.model.parameters())
     fresh = model_of(device)
     assert not any(map(torch.equal, whole.model.parameters(), fresh.parameters()))
 
@@ -589,8 +582,7 @@ def test_lightning(opt, device, tmp_path: Path) -> None:
     (optimizer,) = again.optimizers
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False]
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3] * 3)
-    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_all_same_bits(whole.model.parameters(), again.model.parameters())
     assert not any(map(torch.equal, whole.model.parameters(), stopped.model.parameters()))
 
 

@@ -17,15 +17,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
 
 from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors
-from ._models import (
-    FP32,
-    MODELS,
-    assert_close_tensors,
-    build,
-    experts_of,
-    step,
-    tokens,
-)
+from ._models import FP32, MODELS, assert_close_tensors, build, experts_of, step, tokens
 from ._moe_table import PAGE, classes, committed, page, row, tiny, written_for
 
 ROUTER_LOSS = {name: {"output_router_logits": True} for name in MODELS if name != "deepseek_v3"}
@@ -50,8 +42,8 @@ def calls(opt, submodule, monkeypatch):
 @pytest.mark.sees_defect("routing, gates and layouts are written again for every model")
 @pytest.mark.sees_defect("a list of model types decides; text backbones need an entry of their own")
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -> None:
-    model = build(name).to(device)
+def test_logits_losses_and_gradients_are_eagers(opt, fresh, calls, name: str) -> None:
+    model = fresh(name)
     options = ROUTER_LOSS.get(name, {})
     logits, gradients = step(model, **options)
     assert not calls
@@ -67,8 +59,8 @@ def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -
     "the router is bypassed: its LoRA, hooks, logits and auxiliary loss are lost"
 )
 @pytest.mark.parametrize("name", ROUTER_LOSS)
-def test_router_is_untouched(opt, device, name: str) -> None:
-    model = build(name).to(device)
+def test_router_is_untouched(opt, device, fresh, name: str) -> None:
+    model = fresh(name)
     ids = tokens().to(device)
     with torch.no_grad():
         eager = model(input_ids=ids, labels=ids, output_router_logits=True)
@@ -138,8 +130,8 @@ def stand_alone(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.sees_defect("ids of experts on other ranks reach the kernels")
-def test_expert_parallel_sentinels_are_skipped(opt, device) -> None:
-    experts = experts_of(build("qwen3_moe").to(device))[0]
+def test_expert_parallel_sentinels_are_skipped(opt, device, fresh) -> None:
+    experts = experts_of(fresh())[0]
     experts._is_expert_parallel = True  # as transformers marks a rank that holds some experts
     hidden, index, weights = routing(experts, device)
     sentinel = torch.zeros_like(index, dtype=torch.bool)
@@ -159,8 +151,8 @@ def test_expert_parallel_sentinels_are_skipped(opt, device) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(opt, device, reentrant: bool) -> None:
-    model = build("qwen3_moe").to(device).train()
+def test_gradient_checkpointing(opt, fresh, reentrant: bool) -> None:
+    model = fresh().train()
     opt.integrations.use_in_transformers(model)
     logits, gradients = step(model)
     # 5.23 has the new name, 5.17 the old one
@@ -173,8 +165,8 @@ def test_gradient_checkpointing(opt, device, reentrant: bool) -> None:
     assert_same_tensors(recomputed, gradients)
 
 
-def test_generation_token_by_token(opt, device) -> None:
-    model = build("mixtral").to(device).eval()
+def test_generation_token_by_token(opt, device, fresh) -> None:
+    model = fresh("mixtral").eval()
     ids = tokens(batch=1, length=5).to(device)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     eager = model.generate(ids, **options)

@@ -8,17 +8,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from .._compare import (
-    assert_error_at_most,
-    assert_same_bits,
-    assert_same_tensors,
-    fail_at,
-)
+from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, fail_at
 from ._models import (
     DISTINCT,
     FP32,
     OPTIONS,
     STACKS,
+    attached,
     build,
     experts_of,
     logits,
@@ -31,22 +27,13 @@ from ._models import (
 from .test_transformers import routing, stand_alone
 
 
-def attached(opt, device, name: str = "qwen3_moe", **options) -> nn.Module:
-    """A model with a random adapter of ours."""
-    model = build(name).to(device)
-    opt.integrations.attach_lora(model, **{"r": 3, "lora_alpha": 7} | options)
-    set_random_lora(model)
-    return model
-
-
 def test_experts_without_a_gate(opt, device) -> None:
     experts = stand_alone("nemotron_h").to(device)
     experts.config._experts_implementation = opt.integrations.use_in_transformers()
     inputs = routing(experts, device)
     holder = nn.ModuleDict({"experts": experts})
     with torch.no_grad():
-        opt.integrations.attach_lora(holder, 3, 7, target_parameters=("up_proj", "down_proj"))
-        set_random_lora(holder)
+        attached(opt, holder, target_parameters=("up_proj", "down_proj"))
         ours = experts(*inputs)
         with pytest.raises(ValueError, match=r"has \['gate_up_proj'\].*they have .*'up_proj'"):
             opt.integrations.attach_lora(
@@ -56,35 +43,34 @@ def test_experts_without_a_gate(opt, device) -> None:
         assert_error_at_most(ours, experts(*inputs), FP32)
 
 
-def test_4_bit_experts_are_decoded_and_never_merged(opt, device, tmp_path) -> None:
+def test_4_bit_experts_are_decoded_and_never_merged(opt, fresh, tmp_path) -> None:
     sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
-    model, dense = (build("qwen3_moe", **sizes).to(device) for _ in range(2))
+    model, dense = (fresh(**sizes) for _ in range(2))
     parametrize_4_bits(model)
     set_stacks(dense, model)
     for entry in (model, dense):
-        opt.integrations.attach_lora(entry, 3, 7)
-        set_random_lora(entry)
+        attached(opt, entry)
     assert_same_bits(logits(model), logits(dense))
     with pytest.raises(ValueError, match="cannot be merged into it"):
         opt.integrations.merge_lora(model)
     opt.integrations.save_peft_adapter(model, tmp_path)  # in the order that PEFT uses over 4 bits
-    again = build("qwen3_moe", **sizes).to(device)
+    again = fresh(**sizes)
     with pytest.raises(ValueError, match="saved over quantized experts"):
         opt.integrations.load_peft_adapter(again, tmp_path)
 
 
-def test_other_implementations_do_not_drop_lora_in_silence(opt, device) -> None:
-    model = attached(opt, device)
+def test_other_implementations_do_not_drop_lora_in_silence(opt, fresh) -> None:
+    model = attached(opt, fresh())
     model.set_experts_implementation("eager")
     with pytest.raises(RuntimeError, match="implementation is 'eager'; use_in_transformers"):
         logits(model)
     opt.integrations.disable_lora(model)
-    assert_same_bits(logits(model), logits(build("qwen3_moe").to(device)))
+    assert_same_bits(logits(model), logits(fresh()))
 
 
-def test_what_a_model_or_its_adapters_do_not_allow(opt, device) -> None:
+def test_what_a_model_or_its_adapters_do_not_allow(opt, fresh) -> None:
     attach = opt.integrations.attach_lora
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     for words, call in (
         ("no experts.*get_peft_model", lambda: attach(nn.Linear(2, 2), 1, 1)),
         ("no LoRA to save; attach_lora", lambda: opt.integrations.save_peft_adapter(model, "x")),
@@ -97,7 +83,7 @@ def test_what_a_model_or_its_adapters_do_not_allow(opt, device) -> None:
     experts_of(model)[0]._is_expert_parallel = True
     with pytest.raises(ValueError, match="split over ranks"):
         attach(model, 1, 1, adapter_name="b")
-    biased = build("gpt_oss").to(device)
+    biased = fresh("gpt_oss")
     with pytest.raises(ValueError, match=r"has LoRA on .*, not 'down_proj_bias'"):
         attach(biased, 1, 1, target_parameters=["experts.down_proj_bias"])
     ours = opt.integrations
@@ -130,9 +116,9 @@ def test_experts_that_accelerate_keeps_on_disk(opt, tmp_path, parts) -> None:
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_the_stacks_are_gone(opt, device) -> None:
+def test_the_stacks_are_gone(opt, fresh) -> None:
     """Of the experts only bytes and their scales stay; what is quantised stays as it is."""
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     opt.integrations.quantize_experts(model)
     kinds = {part.dtype for experts in experts_of(model) for part in experts.parameters()}
     assert kinds == {torch.uint8, torch.float32}
@@ -142,8 +128,8 @@ def test_the_stacks_are_gone(opt, device) -> None:
     assert_same_tensors(model.state_dict(), before)
 
 
-def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkeypatch) -> None:
-    model = build("qwen3_moe").to(device)
+def test_memory_that_is_too_short_for_the_factors(opt, fresh, submodule, monkeypatch) -> None:
+    model = fresh()
     kind = submodule("moe.lora").LoraProjection
     calls = fail_at(monkeypatch, kind, "add_adapter", 3, torch.OutOfMemoryError("short"))
     before = list(model.state_dict())
@@ -157,12 +143,12 @@ def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkey
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-def test_lora_over_16_bits_comes_back_from_the_files(opt, device, name, tmp_path) -> None:
+def test_lora_over_16_bits_comes_back_from_the_files(opt, device, fresh, name, tmp_path) -> None:
     """from_pretrained would pass over the factors with a warning; a trainer gathers the tensors.
 
     Mixtral's files have older names than the model, under which a trainer would load nothing.
     """
-    model = attached(opt, device, name, target_parameters=["down_proj"], use_rslora=True)
+    model = attached(opt, fresh(name), target_parameters=["down_proj"], use_rslora=True)
     opt.integrations.attach_lora(model, r=2, lora_alpha=4, adapter_name="second")
     opt.integrations.set_lora(model, "second", trainable=True)
     set_random_lora(model)
@@ -189,9 +175,9 @@ def test_lora_over_16_bits_comes_back_from_the_files(opt, device, name, tmp_path
     assert "quant" not in (tmp_path / "base" / "config.json").read_text()
 
 
-def test_lora_beside_another_quantizer_is_not_lost(opt, device, tmp_path) -> None:
+def test_lora_beside_another_quantizer_is_not_lost(opt, fresh, tmp_path) -> None:
     """Its files have no place for our factors; without them it saves as before."""
-    model = build("qwen3_moe").to(device)
+    model = fresh()
     other = mock.Mock(**{"get_state_dict_and_metadata.return_value": (None, {})})
     model.hf_quantizer = other
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
@@ -203,10 +189,10 @@ def test_lora_beside_another_quantizer_is_not_lost(opt, device, tmp_path) -> Non
     assert other.get_state_dict_and_metadata.called
 
 
-def test_what_has_no_4_bits_is_left_alone(opt, device) -> None:
-    model = build("qwen3_moe").to(device)
+def test_what_has_no_4_bits_is_left_alone(opt, device, fresh) -> None:
+    model = fresh()
     keys, names = model.state_dict().keys(), trained(model)
-    wide = build("qwen3_moe").to(device).double()
+    wide = fresh().double()
     last = experts_of(model)[-1]
     last.down_proj = nn.Parameter(last.down_proj.detach().to("meta"))
     quantize, attach = opt.integrations.quantize_experts, opt.integrations.attach_lora
@@ -223,11 +209,9 @@ def test_what_has_no_4_bits_is_left_alone(opt, device) -> None:
         assert one.config._experts_implementation == "eager"
 
 
-def test_experts_in_host_memory(opt, device, tmp_path) -> None:
+def test_experts_in_host_memory(opt, device, fresh, tmp_path) -> None:
     """Gradient checkpointing over offloaded experts: the same bits, and they can be saved."""
-    model = build("qwen3_moe", num_hidden_layers=3).to(device)
-    opt.integrations.attach_lora(model, r=3, lora_alpha=7, quantize="nf4")
-    set_random_lora(model)
+    model = attached(opt, fresh(num_hidden_layers=3), quantize="nf4")
     model.train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .. import other_projects
 from ..built_package import Built
 from ..progress import Progress
-from ..report import Row, difference, failed
+from ..report import Row, Rows, difference, failed
 from . import first_use, moe_model
 from .pretraining import ALL_KINDS, PEERS, Plan, Pretraining, Run, choose
 from .tokens import Recipe, Tokens
@@ -34,38 +34,25 @@ MACHINE = ("gpu", "driver", "torch", "triton")
 
 @dataclass(frozen=True)
 class TrainingRow(Row):
-    """A training from scratch. What has no meaning for it is absent, such as a floor.
+    """A training from scratch. What has no meaning for it is absent, such as a floor."""
 
-    Args:
-        lr: the rate with the least held-out loss of `sweep`, multiplied by a schedule.
-        lr_at_edge: whether that is the first or the last one tried.
-        sweep: {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
-            that was stopped after so many steps, with that loss if it was a number.
-        seed: of the run that the next fields are about.
-        loss: held-out, nats per token, at the end.
-        loss_mean: over `seeds`.
-        seeds: {"seed", "loss"} at the best rate.
-        steps: of a run.
-        tokens: that a run has trained on.
-        tokens_per_s: in the median stretch between two evaluations.
-        optimizer_ms: between device events around `step()`.
-        curve: (seconds, mean train loss); evaluations are not counted.
-        held_out: (steps, seconds, loss).
-    """
-
+    # the rate with the least held-out loss of `sweep`, multiplied by a schedule.
     lr: float | None = None
-    lr_at_edge: bool | None = None
+    lr_at_edge: bool | None = None  # whether that is the first or the last one tried
+    # {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
+    # that was stopped after so many steps, with that loss if it was a number.
     sweep: list[dict] | None = None
-    seed: int | None = None
-    loss: float | None = None
-    loss_mean: float | None = None
-    seeds: list[dict] | None = None
-    steps: int | None = None
-    tokens: int | None = None
-    tokens_per_s: float | None = None
-    optimizer_ms: float | None = None
+    seed: int | None = None  # of the run that the next fields are about
+    loss: float | None = None  # held-out, nats per token, at the end
+    loss_mean: float | None = None  # over `seeds`
+    seeds: list[dict] | None = None  # {"seed", "loss"} at the best rate
+    steps: int | None = None  # of a run
+    tokens: int | None = None  # that a run has trained on
+    tokens_per_s: float | None = None  # in the median stretch between two evaluations
+    optimizer_ms: float | None = None  # between device events around `step()`
+    # (seconds, mean train loss); evaluations are not counted.
     curve: list[tuple[float, float]] | None = None
-    held_out: list[tuple[int, float, float]] | None = None
+    held_out: list[tuple[int, float, float]] | None = None  # (steps, seconds, loss)
 
 
 def selected(asked: Sequence[str]) -> list[str]:
@@ -149,7 +136,7 @@ def rows(
     progress: Progress,
     tokens: Tokens | None = None,
     device: str = "cuda",
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """The rows of these cases; `tokens` are of the recipe's vocabulary, for trainings."""
     asked = [case for case in cases if not is_of_experts(case)]
     if progress.upcoming(*asked):
@@ -167,13 +154,8 @@ def recipe() -> Recipe:
 
 
 def trainings(
-    cases: Sequence[str],
-    plan: Plan,
-    tokens: Tokens,
-    built: Built,
-    device: str,
-    progress: Progress,
-) -> Iterator[tuple[Row, str]]:
+    cases: Sequence[str], plan: Plan, tokens: Tokens, built: Built, device: str, progress: Progress
+) -> Rows:
     """A row of each optimizer; the model is compiled once."""
     training = Pretraining(plan, tokens, built.package, device)
     training.warm_up()
@@ -193,7 +175,7 @@ def trainings(
         yield from other_projects.rows(peer, functools.partial(peer_row, name, training))
 
 
-def peer_row(name: str, training: Pretraining) -> Iterator[tuple[Row, str]]:
+def peer_row(name: str, training: Pretraining) -> Rows:
     """The row of a peer's optimizer."""
     row = replace(training_row(name, training), variant=name)
     yield row, line(row)

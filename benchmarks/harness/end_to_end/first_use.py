@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..lazy import torch
 from ..report import Row
 from ..sources import ROOT
 
@@ -34,15 +35,10 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @dataclass(frozen=True)
 class FirstCalls(Row):
-    """First calls; `value` is the slowest of what the case names, and at most `target` is wanted.
+    """First calls: `value` is the slowest of those in its case, at most `target` is wanted."""
 
-    Args:
-        compiler: whether the process needed a C compiler.
-        parts: value by number of tokens.
-    """
-
-    compiler: bool | None = None
-    parts: dict[str, float] | None = None
+    compiler: bool | None = None  # whether the process needed a C compiler
+    parts: dict[str, float] | None = None  # value by number of tokens
 
 
 def rows(cases: Sequence[str]) -> Iterator[tuple[FirstCalls, str]]:
@@ -74,9 +70,7 @@ def figure(case: str, found: dict[str, float] | None, *, compiler: bool) -> tupl
 def measure(sizes: Sequence[int], *, compiler: bool = False) -> dict[str, float] | None:
     """Seconds of forward and backward by number of tokens, in a fresh process; None if it fails.
 
-    Args:
-        sizes: experts, hidden and intermediate size, experts per token.
-        compiler: leave the PATH as it is.
+    Sizes are those of SIZES; for a `compiler` the PATH is left as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -104,8 +98,6 @@ def measure(sizes: Sequence[int], *, compiler: bool = False) -> dict[str, float]
 
 def main(sizes: Sequence[int], device: str = "cuda") -> None:
     """In the fresh process: print seconds by number of tokens as JSON."""
-    import torch
-
     from .. import built_package
 
     moe = built_package.load(ROOT, device).package.moe

@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..built_package import Built, settle
 from ..device import peak_mb
-from ..report import Goal, Row, failed, judged, said
+from ..lazy import torch
+from ..report import Goal, Line, Row, Rows, failed, judged, said
 from ..timer import LEAST_SETS, clock
 
 RANK, SCALE = 16, 2.0
@@ -50,23 +51,14 @@ QWEN3_30B = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, how its experts train, and how it runs.
+    """A model, how its experts train, and how it runs."""
 
-    Args:
-        tokens: of a step.
-        kind: "lora", "frozen", or "nf4": LoRA over experts in 4 bits.
-        mode: "eager" or "compile", of ours; the baseline is eager.
-        layers: of the model.
-        sequence: tokens of a sequence at most.
-        sizes: of the model's configuration.
-    """
-
-    tokens: int
-    kind: str
-    mode: str
-    layers: int = 8
-    sequence: int = 2048
-    sizes: tuple[tuple[str, int], ...] = tuple(QWEN3_30B.items())
+    tokens: int  # of a step
+    kind: str  # "lora", "frozen", or "nf4": LoRA over experts in 4 bits
+    mode: str  # "eager" or "compile", of ours; the baseline is eager
+    layers: int = 8  # of the model
+    sequence: int = 2048  # tokens of a sequence at most
+    sizes: tuple[tuple[str, int], ...] = tuple(QWEN3_30B.items())  # of the model's configuration
 
     @property
     def case(self) -> str:
@@ -97,14 +89,10 @@ CASES = {problem.case: problem for problem in LISTED}
 
 @dataclass(frozen=True)
 class ModelRow(Row):
-    """A step of a model; host and memory are those of a whole step.
+    """A step of a model; host and memory are those of a whole step."""
 
-    Args:
-        tokens_per_s: by the clock.
-        baseline_compiled_wall_ms: of the baseline under torch.compile, where that runs.
-    """
-
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # by the clock
+    # of the baseline under torch.compile, where that runs.
     baseline_compiled_wall_ms: float | None = None
 
 
@@ -112,8 +100,6 @@ class Side:
     """A model, what it trains, and its step."""
 
     def __init__(self, problem: Problem, model: Any, device: str) -> None:
-        import torch
-
         self.model = self.run = model
         if problem.kind == "frozen":
             model.requires_grad_(False)
@@ -132,8 +118,6 @@ class Side:
 
     def compile(self) -> None:
         """Run the model under torch.compile from here on."""
-        import torch
-
         self.run = torch.compile(self.model, dynamic=False)
 
     def step(self, number: int) -> None:
@@ -151,8 +135,6 @@ class Side:
 
     def outcome(self) -> tuple[float, float]:
         """(loss, norm of the gradient of all that trains) of the first batch."""
-        import torch
-
         ids = self.batches[0]
         loss = self.run(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -184,8 +166,6 @@ def compare(ours: Side, baseline: Side) -> tuple[bool, float]:
 
 def block_distances(ours: Side, baseline: Side) -> list[float]:
     """Relative distance of every block's output on the input that the baseline gives it."""
-    import torch
-
     seen = []
     hooks = [
         block.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], first(out))))
@@ -207,7 +187,6 @@ def first(out: Any) -> Any:
 
 def random_model(problem: Problem, device: str, dtype: Any) -> Any:
     """The model; equal calls give equal weights."""
-    import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -244,7 +223,6 @@ def pair(problem: Problem, built: Built, device: str, dtype: Any) -> tuple[Side,
 
 def _with_peft(model: Any) -> Any:
     """LoRA of PEFT on the experts, none of whose factors is zero."""
-    import torch
     from peft import LoraConfig, get_peft_model
 
     names = [f"mlp.experts.{target}" for target in TARGETS]
@@ -296,10 +274,8 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, cases: Sequence[str]) -> Rows:
     """The rows of these cases; one that cannot run is said, and has none."""
-    import torch
-
     for case in cases:
         problem = CASES[case]
         if reason := why_not(problem):
@@ -315,10 +291,8 @@ def rows(built: Built, cases: Sequence[str]) -> Iterator[tuple[Row, str]]:
         torch.cuda.empty_cache()
 
 
-def measure(problem: Problem, built: Built) -> tuple[Row, str]:
+def measure(problem: Problem, built: Built) -> Line:
     """The row of one case and its printed line."""
-    import torch
-
     ours, baseline = pair(problem, built, "cuda", torch.bfloat16)
     if problem.mode == "compile":
         ours.compile()
@@ -368,8 +342,6 @@ def warm_up(calls: Mapping[str, Callable[[int], object]], built: Built) -> None:
 
 def compiled_step(baseline: Side):
     """The baseline's step under torch.compile, by the same parameters; None where that fails."""
-    import torch
-
     run = torch.compile(baseline.model, dynamic=False)
     eager = baseline.run
 

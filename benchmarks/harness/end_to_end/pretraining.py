@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import other_projects, timer
 from ..built_package import demo_modules
+from ..lazy import torch
 from .tokens import Tokens
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
@@ -28,37 +29,25 @@ STILL = 1e-3  # of the rate, in bursts for the clock: two optimizers step the sa
 
 @dataclass(frozen=True)
 class Plan:
-    """Size of the model and of a run.
+    """Size of the model and of a run."""
 
-    Args:
-        layers, channels, heads, context: of the model.
-        vocabulary: of the tokens.
-        batch: sequences of a step.
-        steps: of a run.
-        warmup: steps of the linear way up.
-        down: share of the steps of the linear way down.
-        every: steps between evaluations, in which nothing is waited for.
-        held_out: batches of an evaluation, the same ones every time.
-        behind: nats by which a rate may lie behind another one at the same step; then it stops.
-        averaged: steps of which the curve shows the mean train loss.
-        bursts, calls: of the clock.
-    """
-
+    # Layers to context are of the model.
     layers: int = 12
     channels: int = 768
     heads: int = 12
     context: int = 1024
-    vocabulary: int = 16384
-    batch: int = 32
-    steps: int = 400
-    warmup: int = 30
-    down: float = 0.4
-    every: int = 100
-    held_out: int = 8
+    vocabulary: int = 16384  # of the tokens
+    batch: int = 32  # sequences of a step
+    steps: int = 400  # of a run
+    warmup: int = 30  # steps of the linear way up
+    down: float = 0.4  # share of the steps of the linear way down
+    every: int = 100  # steps between evaluations, in which nothing is waited for
+    held_out: int = 8  # batches of an evaluation, the same ones every time
+    # nats by which a rate may lie behind another one at the same step; then it stops.
     behind: float = 0.5
-    averaged: int = 10
-    bursts: int = 3
-    calls: int = timer.CALLS
+    averaged: int = 10  # steps of which the curve shows the mean train loss
+    bursts: int = 3  # of the clock
+    calls: int = timer.CALLS  # of the clock
 
     @property
     def tokens(self) -> int:
@@ -82,8 +71,6 @@ def _muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _torch_muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
-    import torch
-
     matrices, rest = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
     rule = {"lr": lr, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
     return [torch.optim.Muon(matrices["params"], **rule), _adamw(rest["params"], lr)]
@@ -121,8 +108,6 @@ def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _adamw(params: Any, lr: float) -> Any:
-    import torch
-
     return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
 
@@ -172,25 +157,18 @@ class Optimizers:
 
 @dataclass
 class Run:
-    """One run, or what there is of it: one whose loss is no number or hopeless ends early.
+    """One run, or what there is of it: one whose loss is no number or hopeless ends early."""
 
-    Args:
-        lr: main rate.
-        seed: of weights and batches.
-        held_out: (steps, seconds, loss) of each evaluation; seconds are those of the steps.
-        curve: (seconds, mean train loss) of each few steps.
-        step_ms: per step, of each stretch between evaluations.
-        optimizer_ms: median between the events around `step()`.
-        stopped: whether it ended early.
-    """
-
-    lr: float
-    seed: int
+    lr: float  # main rate
+    seed: int  # of weights and batches
+    # (steps, seconds, loss) of each evaluation; seconds are those of the steps.
     held_out: list[tuple[int, float, float]] = field(default_factory=list)
+    # (seconds, mean train loss) of each few steps.
     curve: list[tuple[float, float]] = field(default_factory=list)
+    # per step, of each stretch between evaluations.
     step_ms: list[float] = field(default_factory=list)
-    optimizer_ms: float = math.nan
-    stopped: bool = False
+    optimizer_ms: float = math.nan  # median between the events around `step()`
+    stopped: bool = False  # whether it ended early
 
     @property
     def loss(self) -> float:
@@ -223,8 +201,6 @@ class Stamps:
     def _now(self) -> Any:
         if not self.on_gpu:
             return time.perf_counter()
-        import torch
-
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -240,8 +216,6 @@ class Pretraining:
     """The model, its text, and runs over them."""
 
     def __init__(self, plan: Plan, tokens: Tokens, package: ModuleType, device: str) -> None:
-        import torch
-
         self.plan, self.package, self.device = plan, package, device
         self.demo = demo_modules()
         sizes = (plan.layers, plan.channels, plan.heads, plan.context, plan.vocabulary)
@@ -265,21 +239,15 @@ class Pretraining:
     def wait(self) -> None:
         """Until the device is idle."""
         if self.device == "cuda":
-            import torch
-
             torch.cuda.synchronize()
 
     def _compute(self, batch: tuple[Any, Any]) -> Any:
-        import torch
-
         on_gpu = self.device == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
             return self.loss(*batch)
 
     def reset(self, seed: int) -> None:
         """The first weights of a seed, in the parameters that the compiled model has."""
-        import torch
-
         if seed not in self.initial:
             fresh = self.demo["model"].Decoder(self.config, seed=seed)
             self.initial[seed] = [p.detach().to(self.device) for p in fresh.parameters()]
@@ -290,8 +258,6 @@ class Pretraining:
 
     def starts(self, seed: int, steps: int) -> Any:
         """First tokens of every sequence of every step, (steps, B) int64, on the device."""
-        import torch
-
         generator = torch.Generator().manual_seed(seed)
         size = (steps, self.plan.batch)
         drawn = torch.randint(len(self.train) - self.plan.context, size, generator=generator)
@@ -319,16 +285,10 @@ class Pretraining:
         self.untrained = self.evaluate()
 
     def run(self, name: str, lr: float, seed: int, other: Run | None = None) -> Run:
-        """Train from scratch; nothing is waited for between two evaluations.
+        """Train from scratch at this peak rate; nothing is waited for between two evaluations.
 
-        Args:
-            name: of the optimizer.
-            lr: main rate at its peak.
-            seed: of weights and batches.
-            other: a run of the same seed that this one must keep up with.
+        The run must keep up with the `other` one of its seed.
         """
-        import torch
-
         plan, run = self.plan, Run(lr, seed)
         self.reset(seed)
         optimizer = Optimizers(ALL_KINDS[name].make(self.package, self.model, lr))

@@ -27,19 +27,12 @@ BATCH = 1024  # files encoded at once
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the token ids, beside the files.
+    """What decides the token ids, beside the files."""
 
-    Args:
-        vocabulary: Number of tokens.
-        train_bytes: Train text to read at most.
-        held_out_bytes: Held-out text to read at most.
-        vocabulary_bytes: Of the train text, what the vocabulary is trained on.
-    """
-
-    vocabulary: int = 16384
-    train_bytes: int = 56 << 20
-    held_out_bytes: int = 3 << 20
-    vocabulary_bytes: int = 16 << 20
+    vocabulary: int = 16384  # number of tokens
+    train_bytes: int = 56 << 20  # train text to read at most
+    held_out_bytes: int = 3 << 20  # held-out text to read at most
+    vocabulary_bytes: int = 16 << 20  # of the train text, what the vocabulary is trained on
 
 
 @dataclass(frozen=True)

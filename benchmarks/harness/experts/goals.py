@@ -84,6 +84,6 @@ def packed_goals(layer: Layer, direction: str) -> dict[str, Goal]:
 
 
 def is_judged(layer: Layer) -> bool:
-    """Whether the clock over grouped_mm is agreed for the layer."""
+    """Whether a ratio to grouped_mm is agreed for the layer; Triton and peers are then timed."""
     plain = layer.rank == 16 and not layer.fp32_lora and not layer.nested
     return plain and layer.tokens == 2048 and layer.model in SPEEDUP

@@ -17,8 +17,9 @@ from .. import compile_ahead, other_projects
 from ..built_package import Built, settle
 from ..built_package import module as package_module
 from ..device import peak_mb
+from ..lazy import torch
 from ..progress import Progress
-from ..report import Measured, Row, failed, judged, line, passed, said
+from ..report import Rows, failed, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import goals, projections
 from .problems import Layer, listed, of_model, random_layers
@@ -39,8 +40,6 @@ class LayerCase:
     """One set of inputs on the device, ours and the baseline over the same values."""
 
     def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
-        import torch
-
         self.layer, self.package, self.moe = layer, built.package, built.package.moe
         self.peft_factors = package_module(built.package, "moe.lora").PeftFactors
         generator = torch.Generator(device).manual_seed(42 + seed)
@@ -130,7 +129,6 @@ class LayerCase:
 
     def baseline(self):
         """Split LoRA by grouped products of torch, the rows sorted beforehand."""
-        import torch
         import torch.nn.functional as F
 
         token = self.slots // self.layer.top_k
@@ -151,7 +149,6 @@ class LayerCase:
 
     def activated(self, wide):
         """(M, 2I) -> (M, I) by torch."""
-        import torch
         import torch.nn.functional as F
 
         if not self.layer.is_gpt_oss:
@@ -163,8 +160,6 @@ class LayerCase:
 
     def exact(self, leaves: Sequence[Any]):
         """The layer in float64 with W + s A B, one expert after the other."""
-        import torch
-
         x, gates, *factors = leaves
         factors = [f.unbind() for f in factors]  # each expert's gradient would fill a whole stack
         biases = [b.double() for b in self.biases] if self.biases else None
@@ -188,8 +183,6 @@ class LayerCase:
 
     def with_gradients(self, run, leaves) -> list:
         """The result and the gradient of every leaf."""
-        import torch
-
         y = run()
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
 
@@ -212,11 +205,9 @@ class LayerCase:
         return right, plain
 
     def compare(self, run=None, factor: float = ERROR_FACTOR) -> tuple[bool, float, float]:
-        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's).
+        """(every error is at most `factor` of the baseline's, the worst of ours, the baseline's).
 
-        Args:
-            run: what is compared; None for `ours`.
-            factor: what takes the place of 1.5.
+        Compares what `run` gives, without it `ours`.
         """
         right, plain = self.references()
         ours = self.with_gradients(run or self.ours, [self.x, self.gates, *self.peft])
@@ -247,8 +238,6 @@ class LayerCase:
 
     def change(self) -> None:
         """The trained factors in place, as an optimizer does; references were of the old ones."""
-        import torch
-
         self.forget()
         with torch.no_grad():
             for factor in (*self.factors, *self.peft):
@@ -257,8 +246,6 @@ class LayerCase:
 
 def calls_of(case: LayerCase, run: Callable | None = None) -> dict[str, dict[str, Any]]:
     """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}; `run` instead of the case's `ours`."""
-    import torch
-
     run = run or case.ours
 
     def forward(run):
@@ -280,28 +267,20 @@ def cases_of(layer: Layer) -> list[str]:
     return [f"{layer.name}/{direction}" for direction in DIRECTIONS]
 
 
-def is_compared(layer: Layer) -> bool:
-    """Whether the layer has rows of Triton's path and of peers beside what "auto" takes."""
-    return goals.is_judged(layer)
-
-
 def input_sets(layer: Layer, built: Built) -> list[LayerCase]:
     """Enough of them that none is in the cache at its turn."""
-    import torch
-
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes, l2))]
+    return [LayerCase(layer, built, seed) for seed in range(cold_sets(layer.weight_bytes))]
 
 
-def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
+def measure(layer: Layer, names: Sequence[str], built: Built) -> Rows:
     """The rows of one layer that have these names, and their printed lines."""
     cases = input_sets(layer, built)
     yield from variant_rows(layer, names, cases, "auto", LayerCase.ours)
-    if is_compared(layer):
+    if goals.is_judged(layer):
         yield from variant_rows(layer, names, cases, "triton", lambda c: c.ours("triton"))
 
 
-def peer_rows(layer: Layer, built: Built, peer: other_projects.Peer) -> Iterator[tuple[Row, str]]:
+def peer_rows(layer: Layer, built: Built, peer: other_projects.Peer) -> Rows:
     """The rows of a peer over a layer of ours."""
 
     def run(case: LayerCase):
@@ -318,12 +297,10 @@ def variant_rows(
     variant: str,
     run: Callable[[LayerCase], Any],
     factor: float = ERROR_FACTOR,
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """Every direction of one way to compute the layer, by turns with the baseline."""
-    import torch
-
-    good, error, error_baseline = cases[0].compare(lambda: run(cases[0]), factor)
-    if not is_compared(layer):
+    good, *errors = cases[0].compare(lambda: run(cases[0]), factor)
+    if not goals.is_judged(layer):
         cases[0].forget()
     torch.cuda.empty_cache()
     calls = [calls_of(case, functools.partial(run, case)) for case in cases]
@@ -349,17 +326,17 @@ def variant_rows(
             bursts=BURSTS if wanted else FEW_BURSTS,
             rounds=ROUNDS,
         )
-        measured = Measured(
-            times=found["ours"],
-            floor_ms=floor,
-            baseline=BASELINE,
-            baseline_times=found["baseline"],
-            error=error,
-            error_baseline=error_baseline,
+        row = passed(
+            name,
+            found,
+            BASELINE,
+            floor,
+            variant=variant,
+            errors=errors,
             peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
             peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
         )
-        row = judged(passed(name, measured, variant), wanted, {})
+        row = judged(row, wanted, {})
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
         yield row, line(row, gigabytes=layer.weight_bytes / 1e9) + memory + said(row)
 
@@ -375,7 +352,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     def job(layer: Layer) -> None:
         case = LayerCase(layer, built, 0)
         runs = [case.ours]
-        if is_compared(layer):
+        if goals.is_judged(layer):
             runs.append(lambda: case.ours("triton"))
         for run in runs:
             for calls in calls_of(case, run).values():
@@ -405,7 +382,7 @@ def peer_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.Job
 
 def peer_units(peer: other_projects.Peer) -> Iterator[tuple[Layer, list[str]]]:
     """Layers that a peer is measured on, and what their rows are called in the file's progress."""
-    for layer in filter(is_compared, listed()):
+    for layer in filter(goals.is_judged, listed()):
         yield layer, [other_projects.unit(case, peer) for case in cases_of(layer)]
 
 
@@ -415,10 +392,8 @@ def rows(
     models: Sequence[str] = (),
     ranks: Sequence[int] = (16,),
     tokens: int = 2048,
-) -> Iterator[tuple[Row, str]]:
+) -> Rows:
     """The file's layers, then peers'; or the models, ranks and tokens that were asked for."""
-    import torch
-
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not progress.is_over:
         print(built.package.explain("grouped_lora_linear", device="cuda"))

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from ..built_package import Built, settle
 from ..device import peak_mb
-from ..report import Goal, Measured, Row, failed, judged, line, passed, said
+from ..lazy import torch
+from ..report import Goal, Line, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD
 from .problems import MODELS, Layer
@@ -28,7 +29,6 @@ BASELINE = "the same model, experts on the device"
 
 def build(built: Built, sizes: tuple[int, int, int, int], layers: int, tokens: int, device: str):
     """The model, a function of (tokens, hidden) and an input; experts are quantised one by one."""
-    import torch
     from torch import nn
 
     experts, hidden, intermediate, top_k = sizes
@@ -94,8 +94,6 @@ def build(built: Built, sizes: tuple[int, int, int, int], layers: int, tokens: i
 @contextlib.contextmanager
 def repeatable_kernels() -> Iterator[None]:
     """torch refuses what is not repeatable, and cuBLAS without a workspace of its own."""
-    import torch
-
     before = os.environ.get(WORKSPACE)
     os.environ[WORKSPACE] = ":4096:8"
     torch.use_deterministic_algorithms(True)
@@ -115,9 +113,8 @@ def offload_row(
     layers: int = LAYERS,
     tokens: int = TOKENS,
     device: str = "cuda",
-) -> tuple[Row, str]:
+) -> Line:
     """The row and its printed line."""
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.cuda.empty_cache()
@@ -159,21 +156,8 @@ def offload_row(
         offload.turn_off()
     weights = BYTES * 3 * sizes[0] * sizes[1] * sizes[2]
     least = layers * floors(Layer(MODEL, *sizes, tokens=tokens), sizes[0])["fwd+bwd"]
-    measured = passed(
-        name,
-        Measured(
-            times=here,
-            floor_ms=least,
-            baseline=BASELINE,
-            baseline_times=plain,
-            error=0.0,
-            error_baseline=0.0,
-            peak_mb=mb,
-            peak_baseline_mb=plain_mb,
-        ),
-    )
-    row = judged(
-        measured, {"slower": Goal(OFFLOAD, False)}, {"slower": here.wall_ms / plain.wall_ms}
-    )
+    found, peaks = {"ours": here, "baseline": plain}, {"peak_mb": mb, "peak_baseline_mb": plain_mb}
+    row = passed(name, found, BASELINE, least, **peaks)
+    row = judged(row, {"slower": Goal(OFFLOAD, False)}, {"slower": here.wall_ms / plain.wall_ms})
     printed = line(row, gigabytes=copied * weights / 1e9)
     return row, f"{printed}  {copied} layers copied per step, {there} on the device{said(row)}"

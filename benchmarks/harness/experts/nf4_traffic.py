@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 from ..device import NotCountedError, counted
+from ..lazy import torch
 from .goals import TRAFFIC
 from .problems import MODELS, Layer
 
@@ -33,7 +34,9 @@ def measured() -> dict[str, float | str]:
     """Model -> DRAM bytes over the least that the forward products need, or why there is none."""
     try:
         kernels, text = counted(CHILD, "--kernel-name", KERNELS, limit=LIMIT)
-        per_layer = by_layer(kernels)
+        if len(kernels) != 2 * len(TRAFFIC):
+            raise NotCountedError(f"ncu counted {len(kernels)} kernels, not two per layer")
+        per_layer = [sum(kernels[at : at + 2]) for at in range(0, len(kernels), 2)]
         printed = [line.split() for line in text.splitlines() if line.startswith("least ")]
         least = {model: float(number) for _, model, number in printed}
         return {
@@ -45,21 +48,8 @@ def measured() -> dict[str, float | str]:
         return dict.fromkeys(TRAFFIC, f"not counted: {type(error).__name__} {str(error)[-80:]}")
 
 
-def by_layer(kernels: list[float]) -> list[float]:
-    """Bytes per layer of the counted kernels, which are the two products of each.
-
-    Raises:
-        NotCountedError: other kernels than expected were counted.
-    """
-    if len(kernels) != 2 * len(TRAFFIC):
-        raise NotCountedError(f"ncu counted {len(kernels)} kernels, not two per layer")
-    return [sum(kernels[at : at + 2]) for at in range(0, len(kernels), 2)]
-
-
 def main() -> None:
     """Forward of each layer once: the child that ncu looks at."""
-    import torch
-
     from .. import built_package
     from .moe_lora import calls_of
     from .quant import BYTES, PackedCase

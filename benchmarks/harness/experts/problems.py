@@ -69,14 +69,11 @@ class Layer:
         }
 
     def floors(self, active: int, per_weight: float = ELEMENT) -> tuple[float, float]:
-        """Least milliseconds of forward and of forward + backward with so many active experts.
+        """Least milliseconds of forward and of forward + backward; `active` experts have rows.
 
-        Forward: each active weight and factor is read once, inputs read and results written once.
-        Backward: dX of the same size, dA and dB from the operands that it reads anyway.
-
-        Args:
-            active: experts with rows.
-            per_weight: bytes of a weight, scales of packed ones included.
+        Forward: each active weight (`per_weight` bytes, scales included) and factor is read once,
+        inputs read and results written once. Backward: dX of the same size, dA and dB from the
+        operands that it reads anyway.
         """
         lora_bytes = 4 if self.fp32_lora else ELEMENT
         forward = backward = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..built_package import Built
 from ..built_package import module as package_module
+from ..lazy import torch
 from ..report import floor_ms
 from ..timer import medians
 from .problems import Layer
@@ -28,8 +29,6 @@ def lines(layer: Layer, built: Built) -> Iterator[str]:
 
 
 def _line(layer: Layer, built: Built, name: str, k: int, n: int) -> str:
-    import torch
-
     kernels, moe = built.package.kernels, built.package.moe
     generator = torch.Generator("cuda").manual_seed(42)
 

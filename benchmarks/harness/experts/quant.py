@@ -19,8 +19,9 @@ from .. import compile_ahead
 from ..built_package import Built, settle
 from ..device import copy_call, peak_mb
 from ..elementwise import Dequant, DequantCase
+from ..lazy import torch
 from ..progress import Progress
-from ..report import Goal, Measured, Row, failed, floor_ms, judged, line, passed, said
+from ..report import Goal, Line, Rows, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import nf4_traffic
 from .goals import COPY, COPY_FEW, packed_goals
@@ -94,7 +95,6 @@ class PackedCase(LayerCase):
         if self.layer.format != "nf4":
             yield from (module.decode() for module in self.packed)
             return
-        import torch
         from bitsandbytes import functional
 
         for module in self.packed:
@@ -131,18 +131,12 @@ def floors(layer: Layer, active: int) -> dict[str, float]:
 
 
 def layer_rows(
-    layer: Layer,
-    built: Built,
-    directions: tuple[str, ...],
-    others: tuple[str, ...],
-) -> Iterator[tuple[Row, str]]:
+    layer: Layer, built: Built, directions: tuple[str, ...], others: tuple[str, ...]
+) -> Rows:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
-    import torch
-
     torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
     weights = BYTES_OF[layer.format] * 3 * layer.experts * layer.hidden * layer.intermediate
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    cases = [PackedCase(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
+    cases = [PackedCase(layer, built, seed) for seed in range(cold_sets(int(weights)))]
     least = floors(layer, cases[0].active)
     calls = [calls_of(case) for case in cases]
     chosen = cases[0].strategy()
@@ -191,23 +185,22 @@ def layer_rows(
         turns.pop("bf16", None)
         drop = cases[0].drop_gradients
         most = peak_mb(lambda baseline=baseline: baseline[0](), drop)
-        for variant, (good, error, error_baseline) in gates.items():
+        for variant, (good, *errors) in gates.items():
             name = f"{layer.name}/{direction}"
             if not good:
                 row = failed(name, variant)
                 yield row, line(row, gigabytes=0) + f"  {variants[variant]}"
                 continue
-            measured = Measured(
-                times=found[variant],
-                floor_ms=least[direction],
-                baseline=BASELINE if layer.format == "nf4" else OWN_BASELINE,
-                baseline_times=found["baseline"],
-                error=error,
-                error_baseline=error_baseline,
+            row = passed(
+                name,
+                {"ours": found[variant], "baseline": found["baseline"]},
+                BASELINE if layer.format == "nf4" else OWN_BASELINE,
+                least[direction],
+                variant=variant,
+                errors=errors,
                 peak_mb=peak_mb(lambda v=variant, d=direction: turn(v, d)(0), drop),
                 peak_baseline_mb=most,
             )
-            row = passed(name, measured, variant)
             row = judged(row, wanted if variant == "auto" else {}, values)
             took = f"auto: {chosen}" if variant == "auto" else variant
             memory = f"  {took}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
@@ -220,9 +213,7 @@ def in_bfloat16(layer: Layer, built: Built, direction: str, sets: int) -> Callab
     return lambda number: calls[number]()
 
 
-def guarded(
-    make: Callable[[], Iterator[tuple[Row, str]]], cases: Sequence[str]
-) -> Iterator[tuple[Row, str]]:
+def guarded(make: Callable[[], Rows], cases: Sequence[str]) -> Rows:
     """The rows of `make`; if it raises, rows that are not ok for the cases that are missing."""
     missing = dict.fromkeys(cases)
     try:
@@ -237,18 +228,16 @@ def guarded(
             yield row, f"{line(row, gigabytes=0)}  {type(error).__name__}: {said_last}"
 
 
-def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
+def dequant_row(name: str, sizes, active: int, built: Built) -> Line:
     """Decoding so many experts of both projections, beside a copy of as many bytes.
 
     bitsandbytes decodes whole stacks, of which it then takes the named experts, if these are not
     all.
     """
-    import torch
-
     experts, hidden, intermediate, _ = sizes
     shapes = (2 * intermediate, hidden), (hidden, intermediate)
     moved = int(sum(active * rows * columns for rows, columns in shapes) * (BYTES + 2))
-    count = cold_sets(moved, torch.cuda.get_device_properties(0).L2_cache_size)
+    count = cold_sets(moved)
     stacks = [DequantCase(Dequant(experts, *shape), built, count) for shape in shapes]
     copies = [copy_call(moved) for _ in range(count)]
     ids = None
@@ -270,18 +259,11 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
         return row, line(row, gigabytes=0)
     turns = {"ours": ours, "baseline": baseline, "copy": lambda number: copies[number](number)}
     found = times(turns, sets=count)
-    measured = Measured(
-        times=found["ours"],
-        floor_ms=floor_ms(bytes_moved=moved, flops=0),
-        baseline=stacks[0].baseline_name,
-        baseline_times=found["baseline"],
-        error=0.0,
-        error_baseline=0.0,
-        peak_mb=peak_mb(lambda: ours(0)),
-    )
+    least, most = floor_ms(bytes_moved=moved), peak_mb(lambda: ours(0))
+    row = passed(name, found, stacks[0].baseline_name, least, peak_mb=most)
     bound = COPY if ids is None else COPY_FEW
     rate = found["copy"].ms / found["ours"].ms
-    row = judged(passed(name, measured), {"of_copy": Goal(bound, True)}, {"of_copy": rate})
+    row = judged(row, {"of_copy": Goal(bound, True)}, {"of_copy": rate})
     return row, line(row, gigabytes=moved / 1e9, copy_ms=found["copy"].ms) + said(row)
 
 
@@ -330,7 +312,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     return jobs
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
     from .nf4_offload import MODEL, offload_row
 

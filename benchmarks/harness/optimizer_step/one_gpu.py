@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import contextmanager
 
 from .. import compile_ahead, other_projects, paths
 from ..built_package import Built
 from ..device import added_mb
+from ..lazy import torch
 from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..progress import Progress
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Line, Row, Rows, failed, line, passed
 from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
@@ -27,10 +28,7 @@ HOST_CALLS = 2  # whose 400 launches each a queue of 1024 takes
 
 # Matrices for Muon, parameters for AdamW.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
-    "gpt2-124M": (
-        ((768, 768),) * 48 + ((3072, 768),) * 12 + ((768, 3072),) * 12,
-        ((50304, 768),),
-    ),
+    "gpt2-124M": (((768, 768),) * 48 + ((3072, 768),) * 12 + ((768, 3072),) * 12, ((50304, 768),)),
     "nanochat-d20": (
         ((1280, 1280),) * 80 + ((5120, 1280),) * 20 + ((1280, 5120),) * 20,
         ((65536, 1280),) * 2,
@@ -96,8 +94,6 @@ class StepCase:
     """A model's parameters on the device, ours over them and torch's AdamW over copies."""
 
     def __init__(self, model: Model, built: Built, device: str = "cuda", mesh=None) -> None:
-        import torch
-
         self.package, self.device, self.mesh = built.package, device, mesh
         self.generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, model.dtype)
@@ -129,13 +125,9 @@ class StepCase:
         return self.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
 
     def _normal(self, shape: tuple[int, ...]):
-        import torch
-
         return torch.randn(shape, device=self.device, generator=self.generator)
 
     def _parameter(self, shape: tuple[int, ...], dtype):
-        import torch
-
         return torch.nn.Parameter(self._placed((self._normal(shape) * 0.02).to(dtype)))
 
     def _placed(self, tensor):
@@ -148,8 +140,6 @@ class StepCase:
 
     def _gradient(self, param):
         """A diag(1/k) B^T of unit columns for a matrix, scaled; Gaussian for an embedding."""
-        import torch
-
         shape = param.shape
         if all(param is not matrix for matrix in self.matrices):
             return self._placed((self._normal(shape) * 1e-3).to(param.dtype))
@@ -184,8 +174,6 @@ class StepCase:
         from it than five steps of Polar Express in bfloat16, which peers use. Parameters of 16 bits
         are rounded on both sides. None: ours.
         """
-        import torch
-
         optimizer = self.ours if optimizer is None else optimizer
 
         self.give(0)
@@ -216,8 +204,6 @@ class StepCase:
 
     def moves(self, optimizer) -> bool:
         """Whether a step changes every parameter, and leaves finite numbers."""
-        import torch
-
         before = [param.detach().clone() for param in self.params]
         self.call(optimizer)(0)
         return all(
@@ -225,12 +211,11 @@ class StepCase:
             for param, old in zip(self.params, before, strict=True)
         )
 
-    def times(self, optimizer, **options) -> tuple[Times, Times]:
-        """A step of the optimizer and of the baseline, by turns; options of `timer.times`."""
-        calls = {"ours": self.call(optimizer), "baseline": self.call(self.baseline)}
+    def times(self, ours, baseline=None, **options) -> dict[str, Times]:
+        """Two calls by turns; None: a step of the baseline. Options are those of `timer.times`."""
+        calls = {"ours": ours, "baseline": baseline or self.call(self.baseline)}
         options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS, **options}
-        found = times(calls, sets=len(self.gradients), **options)
-        return found["ours"], found["baseline"]
+        return times(calls, sets=len(self.gradients), **options)
 
 
 def row_of(
@@ -239,12 +224,12 @@ def row_of(
     """The row of an optimizer that passed its gate; options are those of `times`."""
     case.give(0)
     peak_mb = added_mb(optimizer.step)
-    ours, baseline = case.times(optimizer, **options)
-    measured = Measured(ours, model.floor_ms, case.baseline_name, baseline, *errors, peak_mb)
-    return passed(model.case, measured, variant)
+    found = case.times(case.call(optimizer), **options)
+    kept = {"variant": variant, "errors": errors, "peak_mb": peak_mb}
+    return passed(model.case, found, case.baseline_name, model.floor_ms, **kept)
 
 
-def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
+def measure(model: Model, built: Built, device: str = "cuda") -> Rows:
     """The row of one model and its printed line, then on torch's products."""
     case = StepCase(model, built, device)
     good, *errors = case.compare()
@@ -260,15 +245,11 @@ def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[
         yield row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
-def peer_row(
-    model: Model, built: Built, peer: other_projects.Peer, device: str = "cuda"
-) -> Iterator[tuple[Row, str]]:
+def peer_row(model: Model, built: Built, peer: other_projects.Peer, device: str = "cuda") -> Rows:
     """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
 
     Its error is the distance from our rule's step, which nanochat's does not follow.
     """
-    import torch
-
     torch._dynamo.reset()  # it keeps eight compilations of a function, and fails at the next
     case = StepCase(model, built, device)
     optimizer = case.peer(peer)
@@ -299,10 +280,8 @@ def sharded_case(model: Model) -> str:
     return f"{model.case}/fsdp2"
 
 
-def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
+def measure_shards(model: Model, built: Built, device: str = "cuda") -> Line:
     """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
-    import torch
-
     name = sharded_case(model)
     with mesh_of_one(device) as mesh:
         plain = StepCase(model, built, device)
@@ -313,22 +292,10 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
         if not all(torch.equal(a.detach().to_local(), b.detach()) for a, b in pairs):
             row = failed(name)
             return row, line(row, gigabytes=0)
-        peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
-        calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "host_calls": HOST_CALLS}
-        found = times(calls, sets=len(plain.gradients), **options)
-        row = passed(
-            name,
-            Measured(
-                times=found["ours"],
-                floor_ms=model.floor_ms,
-                baseline="the same step over plain parameters",
-                baseline_times=found["baseline"],
-                error=0.0,
-                error_baseline=0.0,
-                peak_mb=peak_mb,
-            ),
-        )
+        step, baseline = sharded.call(sharded.ours), "the same step over plain parameters"
+        peak_mb = added_mb(lambda: step(0))
+        found = plain.times(step, plain.call(plain.ours))
+        row = passed(name, found, baseline, model.floor_ms, peak_mb=peak_mb)
         return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
@@ -352,10 +319,8 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> compile_ahead.
     }
 
 
-def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Rows:
     """Every row of the file, peers' last."""
-    import torch
-
     for model in LISTED:
         if progress.begin(model.case):
             yield from measure(model, built)

@@ -20,7 +20,8 @@ from typing import Any
 
 from ..built_package import Built
 from ..device import added_mb
-from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, passed
+from ..lazy import torch
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Line, Rows, failed, passed
 from ..timer import Times, burst
 from .one_gpu import DECAY, LR, SHAPES, TIMED, WARMUP, Model
 
@@ -96,31 +97,22 @@ class Ranks:
 
     def largest(self, value: float) -> float:
         """The largest of every rank's values."""
-        import torch
-        from torch import distributed
-
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         return found.item()
 
     def milliseconds(self, call: Callable[[], object]) -> float:
         """Of a call that all ranks begin together, on the rank that takes longest."""
-        from torch import distributed
-
-        distributed.barrier()
+        torch.distributed.barrier()
         return self.largest(_device_time(call) if self.device.type == "cuda" else _time(call))
 
     def synchronize(self) -> None:
         """Wait for this rank's device."""
         if self.device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize()
 
     def held_mb(self) -> float:
         """Device memory of this rank's tensors, and what its CUDA graphs keep; 0 on CPUs."""
-        import torch
-
         if self.device.type != "cuda":
             return 0.0
         gc.collect()
@@ -144,23 +136,20 @@ def joined(device: str) -> Iterator[Ranks]:
 
     A group that is there already stays as it is.
     """
-    import torch
-    from torch import distributed
-
     here, arguments = torch.device("cpu"), {}
     if device == "cuda":
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
         arguments = {"device_id": here}
-    started = distributed.is_initialized()
+    started = torch.distributed.is_initialized()
     if not started:
         backend = "nccl" if device == "cuda" else "gloo"
-        distributed.init_process_group(backend, timeout=TIMEOUT, **arguments)
+        torch.distributed.init_process_group(backend, timeout=TIMEOUT, **arguments)
     try:
-        yield Ranks(distributed.get_world_size(), distributed.get_rank(), here)
+        yield Ranks(torch.distributed.get_world_size(), torch.distributed.get_rank(), here)
     finally:
         if not started:
-            distributed.destroy_process_group()
+            torch.distributed.destroy_process_group()
 
 
 def _time(call: Callable[[], object]) -> float:
@@ -171,8 +160,6 @@ def _time(call: Callable[[], object]) -> float:
 
 def _device_time(call: Callable[[], object]) -> float:
     """Between two events on an idle device, so that the host's share counts as in training."""
-    import torch
-
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -186,7 +173,6 @@ class RankCase:
     """Parameters as this rank holds them, ours over them and AdamW over copies."""
 
     def __init__(self, problem: Problem, built: Built, ranks: Ranks) -> None:
-        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         self.problem, self.package, self.ranks = problem, built.package, ranks
@@ -203,7 +189,6 @@ class RankCase:
 
     def _parameter(self, shape: tuple[int, ...]):
         """With a gradient: rows of a DTensor, or a whole parameter and this rank's contribution."""
-        import torch
         from torch.distributed.tensor import DTensor, Shard
 
         def normal(shape, scale: float, generator):
@@ -227,8 +212,6 @@ class RankCase:
 
     def _optimizer(self, matrices, others, *, alone: bool, dtype=None):
         """Ours, for all ranks; `alone`, as one process would do the same."""
-        import torch
-
         if self.problem.shared:
             groups = [
                 {"params": matrices, "use_muon": True, "dtype": dtype},
@@ -252,8 +235,6 @@ class RankCase:
 
     def _make_baseline(self) -> None:
         """AdamW over what this rank holds; for unreduced gradients with one bucket of them."""
-        import torch
-
         params = [*self.matrices, *self.others]
         tensors = [_local(param.detach()) for param in params]
         copies = [torch.nn.Parameter(tensor) for tensor in tensors]
@@ -271,13 +252,11 @@ class RankCase:
         self.baseline_name = f"torch {torch.__version__}, {before}AdamW(fused=True) on {held}"
 
     def baseline(self) -> None:
-        from torch import distributed
-
         if self.bucket is not None:
             # gloo has no mean; over CPUs the sum takes as long
             mean = self.ranks.device.type == "cuda"
-            distributed.all_reduce(
-                self.bucket, getattr(distributed.ReduceOp, "AVG" if mean else "SUM")
+            torch.distributed.all_reduce(
+                self.bucket, getattr(torch.distributed.ReduceOp, "AVG" if mean else "SUM")
             )
         self.adamw.step()
 
@@ -289,8 +268,6 @@ class RankCase:
         latter. Rows of AdamW must be those of one process up to float32, but where contributions
         are rounded to float16, which turns the sign of elements near zero.
         """
-        import torch
-
         ends = ({p.shape: p for p in order} for order in (self.matrices[::-1], self.matrices))
         chosen = [param for of_shape in ends for param in of_shape.values()]
         samples = [(_whole(param.detach()).clone(), self._mean(param.grad)) for param in chosen]
@@ -323,13 +300,10 @@ class RankCase:
 
     def _mean(self, contribution):
         """The gradient that one process would have: added up in the order of the ranks."""
-        import torch
-        from torch import distributed
-
         if self.problem.shared:
             return _whole(contribution)
         parts = [torch.empty_like(contribution) for _ in range(self.ranks.count)]
-        distributed.all_gather(parts, contribution.contiguous())
+        torch.distributed.all_gather(parts, contribution.contiguous())
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -337,8 +311,6 @@ class RankCase:
 
     def _alone(self, samples, rows, dtype=None):
         """The sample after a step of one process."""
-        import torch
-
         params = []
         for value, grad in [*samples, rows]:
             param = torch.nn.Parameter(value.clone())
@@ -364,27 +336,22 @@ class RankCase:
             extra += added_mb(self.ours.step)
         return self.ranks.largest(extra)
 
-    def times(self, rounds: int) -> tuple[Times, Times]:
+    def times(self, rounds: int) -> dict[str, Times]:
         """A step of ours and of the baseline, by turns, on the slowest rank."""
-        from torch import distributed
-
         calls = {"ours": self.ours.step, "baseline": self.baseline}
-        kinds = ("ms", "wall_ms", "host_ms")
-        found = {name: {kind: [] for kind in kinds} for name in calls}
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
         for _ in range(WARMUP + rounds):
             for name, call in calls.items():
-                distributed.barrier()
-                wall, host = burst(
+                torch.distributed.barrier()
+                clock = burst(
                     lambda _, call=call: call(), 0, IN_BURST, 1, synchronize=self.ranks.synchronize
                 )
-                taken = (self.ranks.milliseconds(call), *map(self.ranks.largest, (wall, host)))
-                for kind, value in zip(kinds, taken, strict=True):
-                    found[name][kind].append(value)
-        ours, baseline = (
-            Times(**{kind: statistics.median(values[WARMUP:]) for kind, values in of_one.items()})
-            for of_one in found.values()
-        )
-        return ours, baseline
+                device_ms = self.ranks.milliseconds(call)
+                found[name].append((device_ms, *map(self.ranks.largest, clock)))
+        return {
+            name: Times(*map(statistics.median, zip(*taken[WARMUP:], strict=True)))
+            for name, taken in found.items()
+        }
 
 
 def _local(tensor):
@@ -404,27 +371,16 @@ def _distance(found, expected) -> float:
     return _norm([a.double() - b.double() for a, b in pairs])
 
 
-def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> tuple[Row, str]:
+def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> Line:
     """The row of one problem and its printed line."""
     case = RankCase(problem, built, ranks)
-    good, error, error_baseline = case.compare()
+    good, *errors = case.compare()
     if not good:
         row = failed(problem.case)
         return row, f"{row.case:<30} WRONG RESULTS, not timed: {case.verdict}"
     peak_mb = case.extra_mb()
-    ours, baseline = case.times(rounds)
-    row = passed(
-        problem.case,
-        Measured(
-            times=ours,
-            floor_ms=problem.floor_ms(ranks.count),
-            baseline=case.baseline_name,
-            baseline_times=baseline,
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+    found, least = case.times(rounds), problem.floor_ms(ranks.count)
+    row = passed(problem.case, found, case.baseline_name, least, errors=errors, peak_mb=peak_mb)
     line = (
         f"{row.case:<30}{row.wall_ms:>8.2f}{row.host_ms:>8.2f}{row.ms:>8.2f}{row.floor_ms:>8.2f}"
         f"{row.fraction_of_floor:>8.1%}{row.baseline_wall_ms:>9.2f}{row.speedup:>7.2f}x"
@@ -439,16 +395,12 @@ HEADING = (
 )
 
 
-def rows(
-    built: Built, ranks: Ranks, left: list[str], end: float | None = None
-) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, ranks: Ranks, left: list[str], end: float | None = None) -> Rows:
     """Every row of the file; on CPUs those of the tiny set.
 
     Cases that would begin after `end`, a time of `time.monotonic`, are added to `left` instead, on
     all ranks as soon as one of them is that late.
     """
-    import torch
-
     on_cpus = ranks.device.type == "cpu"
     for problem in SMALL if on_cpus else LISTED:
         if end is not None and ranks.largest(time.monotonic() - end) > 0:
