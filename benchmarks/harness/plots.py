@@ -65,12 +65,13 @@ _MUONS = {
     "gpt-124M/dion": "dion",
     "gpt-124M/nanochat": "nanochat",
 }
+_LAYER = "an MoE layer of Qwen3-30B-A3B, 2,048 tokens, forward and backward"
 HEADLINES = (
     Headline("end_to_end", "gpt-124M/muon", "training step of a 124M GPT with `Muon`", _MUONS),
     Headline("end_to_end", "gpt-124M/muon", "the same step beside AdamW's"),
     Headline("optimizer_step", "llama-1B/bfloat16/1gpu/heavy", "`Muon.step()` alone, 1B, bfloat16"),
-    Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on an MoE layer"),
-    Headline("quant", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a 4-bit MoE layer"),
+    Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", f"LoRA on {_LAYER}, bfloat16"),
+    Headline("quant", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", f"LoRA on {_LAYER}, NF4"),
     Headline("orthogonalize", "real/8x2048x2048", "`orthogonalize`, momenta of 8 x 2048 x 2048"),
     Headline("elementwise", None, "the least favourable elementwise op"),
     Headline("elementwise", "nf4_dequant/128x1536x2048", "`nf4_dequant`, 128 experts"),
@@ -97,7 +98,7 @@ def _table(results: dict[str, dict]) -> tuple[list[str], str]:
             lines.append(line)
             machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
             machines += [machine] * (machine not in machines)
-    head = ["| wall-clock time of | ours, ms | best peer, ms | times faster |", "|---|--:|---|--:|"]
+    head = ["| wall-clock time of | ours, ms | beside, ms | times faster |", "|---|--:|---|--:|"]
     said = f"{'; '.join(machines)}. Below 1 the peer is faster."
     return [*head, *lines] if lines else [], said
 
