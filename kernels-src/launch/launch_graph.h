@@ -31,7 +31,7 @@ struct Launch {
 // From the driver that runs; the library does not link against it.
 struct Driver {
   PFN_cuLaunchKernelEx_v11060 launch;
-  PFN_cuGraphAddNode_v12030 add_node;  // null in a driver before CUDA 12.3
+  PFN_cuGraphAddNode_v12030 add_node;  // an older driver is not asked (dispatch.py)
   PFN_cuGraphExecKernelNodeSetParams_v12000 set_arguments;
 };
 
@@ -174,7 +174,8 @@ class LaunchGraph {
   size_t next_ = 0;
 };
 
-// The graphs of a plan. One player has them at a time; others launch one by one meanwhile.
+// The graphs of a plan. One thread prepares them at a time; others launch one by one meanwhile. On
+// the device, launches of a graph on several streams follow one another.
 struct Graphs {
   std::atomic<bool> taken{false};
   int plays = 0;
@@ -190,7 +191,7 @@ struct Graphs {
     plays = 0;
   }
 
-  // Whether they serve this play, and are taken; the third play makes them.
+  // Whether they serve this play, and are taken; the third play since they were dropped makes them.
   bool serve(cudaStream_t stream) {
     constexpr int kFew = 2;
     if (driver().add_node == nullptr || !take()) return false;

@@ -125,8 +125,8 @@ void keep(Key key, std::shared_ptr<const Plan> plan) {
   plans.insert_or_assign(std::move(key), Entry{std::move(plan), ++calls});
 }
 
-// Take the graphs of the plans that were unused for longest, until so many have any: each holds
-// 10 KB of the device's memory per launch.
+// Take the graphs away from the plans that were unused for longest, until so many beside the
+// caller's have any: each holds 10 KB of the device's memory per launch.
 void drop_graphs() {
   constexpr size_t kMostGraphs = 64;
   const std::lock_guard<std::mutex> lock(guard);

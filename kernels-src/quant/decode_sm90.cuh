@@ -83,7 +83,7 @@ class StageBytes;
 // A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
 // bytes. ldmatrix gives a lane of four the four bytes of 8 elements; wgmma wants one byte of every
 // 8, hence the transposer. Of the 8 lines of a matrix four are even and four odd, which lie in
-// other banks; lanes of the upper four exchange their two columns afterwards.
+// other banks; lanes 16 to 31, which get the upper four, exchange their columns.
 template <int kHalves>
 class StageBytes<true, 2, kHalves> {
  public:

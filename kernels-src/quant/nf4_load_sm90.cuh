@@ -56,11 +56,11 @@ class ScaleSource {
   const int row_;
 };
 
-// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale
-// t; thread 0 also asks for the packed bytes. What a thread's copies of a tile have in common is
-// computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
-// set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
-// of the product depends on its own line alone.
+// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale t
+// of a part, or of the four of a group; thread 0 also asks for the packed bytes. What a thread's
+// copies of a tile have in common is computed once per tile: with addresses computed for each copy
+// the loader, not the tensor cores, set the pace. Lines behind a tile's rows, up to a multiple of
+// 16, hold its last row again: a row of the product depends on its own line alone.
 template <bool kAlong, Format kFormat, bool kFew>
 class Loader {
  public:

@@ -63,7 +63,7 @@ struct Problem {
   int64_t columns() const { return along ? n : k; }
 };
 
-constexpr int kMinBlock = 64;  // elements per absmax: a step of the sum takes one per row
+constexpr int kMinBlock = 64;  // elements per absmax: a part of the sum (64) takes one per row
 
 inline bool on_bytes(const void* data, int bytes) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;

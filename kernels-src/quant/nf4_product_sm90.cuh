@@ -305,9 +305,9 @@ class Consumer {
     write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows, column);
   }
 
-  // sum (64 columns of every box x rows) = W x^T. A part, a stage's box, is decoded while the
-  // products of the part before run; with `early` behind the last one the next tile's first, past
-  // the rank's, which begin at `rank_ring`. Returns whether it is in odd_.
+  // sum (64 columns of every box x rows) = W x^T. A part, a box or a half of a stage, is decoded
+  // while the products of the part before run; with `early` behind the last one the next tile's
+  // first, past the rank's, which begin at `rank_ring`. Returns whether it is in odd_.
   template <int kN>
   __device__ __forceinline__ bool multiply(Sums<kN>& sum, bool early,
                                            Ring<Map::kStages>& rank_ring) {

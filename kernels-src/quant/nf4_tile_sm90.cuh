@@ -69,11 +69,11 @@ template <Format kFormat>
 constexpr int kPerByte = kFormat == Format::kFp8 ? 1 : 2;  // elements
 template <Format kFormat>
 constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
-// Words of scales of a box. Along: one per column; across: kDepth per consumer.
+// Words of scales of a part. Along: one per column; across: kDepth per consumer.
 constexpr int kScaleBytes = 4 * kBoxColumns;
 static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
-// Float scales along come for 4 parts of the sum at once: a copy of 16 bytes occupies shared memory
-// no longer than one of 4, as the lines of a warp's columns lie apart.
+// Four-bit scales along come for 4 parts of the sum at once: a copy of 16 bytes occupies shared
+// memory no longer than one of 4, as the lines of a warp's columns lie apart.
 constexpr int kGroupParts = 4;
 template <bool kAlong, Format kFormat>
 constexpr bool kGrouped = kAlong && kFormat == Format::kFourBit;

@@ -161,8 +161,12 @@ class ProfileCallback:
     It has the methods of a TrainerCallback without being one, so that transformers need not be
     there. Steps are the optimizer's, counted from the beginning of this run of `train()`. The
     Trainer tells its callbacks nothing of an exception: what was recorded until then is written
-    when the process ends, at the next `train()`, or by `close()`. Arguments are those of
-    `profile_steps`.
+    when the process ends, at the next `train()`, or by `close()`.
+
+    Args:
+        start: as for `profile_steps`.
+        count: as for `profile_steps`.
+        out: as for `profile_steps`.
     """
 
     def __init__(self, start: int, count: int, out: str | os.PathLike[str]) -> None:
