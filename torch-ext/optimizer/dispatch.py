@@ -22,8 +22,8 @@ HOPPER = (9, 0)  # the one capability that has wgmma and runs code for 9.0a
 # Of the other CUDA kernels, as "8.0+PTX" in build.toml says, and of Triton's: below it Triton uses
 # no tensor cores, its products spill kilobytes per thread and take minutes to compile.
 LEAST = (8, 0)
-# `launch_plan` makes CUDA graphs with programmatic edges, which drivers before CUDA 12.3 do not know
-# (kernels-src/launch/launch_graph.h).
+# `launch_plan` makes CUDA graphs with programmatic edges (kernels-src/launch/launch_graph.h), which
+# drivers before CUDA 12.3 do not know.
 PLAN_DRIVER = 12030
 
 
