@@ -491,7 +491,13 @@ def test_nanochat(opt, contract, tmp_path) -> None:
 
 
 STEPS, STOP = 4, 2
-PAGES = ("trainer.md", "trainer-trl-peft.md", "qlora-moe.md", "qwen3-30b-a3b.md")
+PAGES = (
+    "gpt-oss-20b.md",
+    "qlora-moe.md",
+    "qwen3-30b-a3b.md",
+    "trainer-trl-peft.md",
+    "trainer.md",
+)
 
 
 def model_of(device: torch.device) -> nn.Module:

@@ -126,6 +126,10 @@ FUSED = (
     ),
     (Problem(23, k=57, n=40, rank=1, grouped_out=True), ROWS),
     (Problem(23, bias=True, k=33, n=16, rank=None, **GATED), {"across": True, **WHOLE}),
+    (Problem(0, bias=True, k=64, n=32, **GATED), MXFP4),
+    (Problem(0, bias=True, k=57, n=40, **GATED), FP8),
+    (Problem(5, k=64, n=64, rank=127, **GATED), MXFP4),
+    (Problem(5, k=33, n=40, rank=64, **GATED), {"across": True, **FP8}),
 )
 # Few in the narrow dtypes: the interpreter is slow.
 WIDTHS = [(*case, torch.float32) for case in FUSED]
