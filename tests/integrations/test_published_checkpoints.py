@@ -546,3 +546,20 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     for loaded in (load_files(tmp_path / "whole"), theirs.to(model.device)):
         assert_same_tensors(loaded.state_dict(), model.state_dict())
         assert_same_bits(logits(loaded), logits(model))
+
+
+def test_steps_with_experts_in_host_memory(opt, load_files) -> None:
+    """ExpertOffload over what was loaded, and our LoRA on it: the same bits, also when it is off."""
+    models = [load_files(), load_files()]
+    for model in models:
+        opt.integrations.use_in_transformers(model)
+        torch.manual_seed(0)
+        attached(opt, model)
+    offload = opt.moe.ExpertOffload(models[1])
+    (expected, wanted), (found, gradients) = map(step, models)
+    assert_same_bits(found, expected)
+    assert gradients.keys() == wanted.keys() and any("lora" in name for name in gradients)
+    for name, value in wanted.items():
+        assert_same_bits(gradients[name], value)
+    offload.turn_off()
+    assert_same_bits(logits(models[1]), logits(models[0]))
