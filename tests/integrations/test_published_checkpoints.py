@@ -32,6 +32,7 @@ from ._published import (
     write_mxfp4,
     write_tensors,
 )
+from ._trainers import plain_trainer, settings
 from .test_peft import wrap, wrappers_of
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
@@ -546,3 +547,37 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     for loaded in (load_files(tmp_path / "whole"), theirs.to(model.device)):
         assert_same_tensors(loaded.state_dict(), model.state_dict())
         assert_same_bits(logits(loaded), logits(model))
+
+
+def test_steps_with_experts_in_host_memory(opt, load_files) -> None:
+    """ExpertOffload over what was loaded, our LoRA on it: the same bits, also when it is off."""
+    models = [load_files(), load_files()]
+    for model in models:
+        opt.integrations.use_in_transformers(model)
+        torch.manual_seed(0)
+        attached(opt, model)
+    offload = opt.moe.ExpertOffload(models[1])
+    (expected, wanted), (found, gradients) = map(step, models)
+    assert_same_bits(found, expected)
+    assert gradients.keys() == wanted.keys() and any("lora" in name for name in gradients)
+    for name, value in wanted.items():
+        assert_same_bits(gradients[name], value)
+    offload.turn_off()
+    assert_same_bits(logits(models[1]), logits(models[0]))
+
+
+def test_trainer_goes_on_from_its_checkpoint(opt, load_files, device, tmp_path) -> None:
+    """Another model of the same files, with another adapter until the checkpoint is there."""
+
+    def trained_by(seed: int, checkpoint: str | None) -> dict[str, torch.Tensor]:
+        model = load_files()
+        opt.integrations.use_in_transformers(model)
+        torch.manual_seed(seed)
+        attached(opt, model)
+        arguments = settings(tmp_path, device) | {"max_steps": 4, "save_steps": 2}
+        plain_trainer(model, arguments).train(resume_from_checkpoint=checkpoint)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected = trained_by(0, None)
+    assert expected and all("lora" in name for name in expected)
+    assert_same_tensors(trained_by(1, str(tmp_path / "checkpoint-2")), expected)
