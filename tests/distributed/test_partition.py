@@ -406,6 +406,27 @@ def test_every_transfer_has_a_computation_to_hide_under(schedule) -> None:
     ]
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 9])
+def test_phases_are_in_order_and_few_chunks_are_alive(schedule, count, ahead) -> None:
+    log = run(schedule, count, ahead)
+    assert log.count("other") == 1
+    before = log[: log.index("other")]
+    assert [e for e in before if "gather" in e] == [f"gather {n}" for n in range(min(count, ahead))]
+    alive: set[str] = set()
+    for entry in log:
+        phase, *number = entry.split()
+        if phase == "open":
+            alive.add(number[0])
+        if phase == "update":
+            alive.remove(number[0])
+        assert len(alive) <= schedule.in_flight(ahead)
+    assert len(log) == 5 * count + 1
+    for phase in ("open", "gather", "compute", "scatter", "update"):
+        order = [entry for entry in log if entry.startswith(phase)]
+        assert order == [f"{phase} {n}" for n in range(count)]
+
+
 def test_parts_of_a_whole_are_scattered_when_all_are_computed(schedule) -> None:
     """One in each round, between the gathers of what comes next."""
     log = run(schedule, 7, later=lambda number: 2 - number % 3)  # wholes 0-2, 3-5; 6 is one of two

@@ -395,6 +395,13 @@ def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> N
     assert 0 < largest.elements <= 4 * 16 * 24
 
 
+def test_a_batch_of_one_slice_is_walked_without_views(batch) -> None:
+    """As most batches of a step are: views would cost the host more than the rest of the walk."""
+    x = torch.randn(3, 4, 5)
+    assert [[piece is x for piece in pieces] for pieces in batch._taken(x, 3)] == [[True]]
+    assert [[len(piece) for piece in pieces] for pieces in batch._taken(x, 2)] == [[2], [1]]
+
+
 def test_the_start_ends_when_the_iteration_lets_it_go(batch, device) -> None:
     """A reference more would keep the start of every slice beside its successors."""
     seen = []
