@@ -31,28 +31,33 @@ struct Launch {
 // From the driver that runs; the library does not link against it.
 struct Driver {
   PFN_cuLaunchKernelEx_v11060 launch;
-  PFN_cuGraphAddNode_v12030 add_node;  // an older driver is not asked (dispatch.py)
+  PFN_cuGraphAddNode_v12030 add_node;  // null, as the next one, in a driver before CUDA 12.3
   PFN_cuGraphExecKernelNodeSetParams_v12000 set_arguments;
 };
 
+// Null where the driver has none: an older one calls the version that is asked for invalid.
 template <typename Function>
 Function driver_function(const char* name, int version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};
-  STD_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result));
-  if (result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Function>(function);
+  if (cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result) !=
+      cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function) : nullptr;
 }
 
 inline const Driver& driver() {
   static const Driver found = [] {
-    Driver one{
-        driver_function<PFN_cuLaunchKernelEx_v11060>("cuLaunchKernelEx", 11060),
-        driver_function<PFN_cuGraphAddNode_v12030>("cuGraphAddNode", 12030),
-        driver_function<PFN_cuGraphExecKernelNodeSetParams_v12000>("cuGraphExecKernelNodeSetParams",
-                                                                   12000),
-    };
+    Driver one{driver_function<PFN_cuLaunchKernelEx_v11060>("cuLaunchKernelEx", 11060), nullptr,
+               nullptr};
+    int version = 0;
+    if (cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030) {
+      one.add_node = driver_function<PFN_cuGraphAddNode_v12030>("cuGraphAddNode", 12030);
+      one.set_arguments = driver_function<PFN_cuGraphExecKernelNodeSetParams_v12000>(
+          "cuGraphExecKernelNodeSetParams", 12000);
+    }
     STD_TORCH_CHECK(one.launch != nullptr,
                     "the CUDA driver has no cuLaunchKernelEx; it must be of CUDA 12 or newer");
     return one;
@@ -65,11 +70,35 @@ inline void check(CUresult result, const char* what) {
                   static_cast<int>(result));
 }
 
+// A graph that cannot be had, as where the driver has no memory left: the plan is played without.
+struct NoGraph {};
+
+inline void need(cudaError_t result) {
+  if (result == cudaSuccess) return;
+  cudaGetLastError();
+  throw NoGraph{};
+}
+inline void need(CUresult result) {
+  if (result != CUDA_SUCCESS) throw NoGraph{};
+}
+
+// What allocates or frees may run beside another thread's capture, which is none of its business.
+class Relaxed {
+ public:
+  Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class LaunchGraph {
  public:
   LaunchGraph() {
     cudaGraph_t graph = nullptr;
-    STD_CUDA_CHECK(cudaGraphCreate(&graph, 0));
+    need(cudaGraphCreate(&graph, 0));
     graph_.reset(graph);
   }
 
@@ -82,7 +111,7 @@ class LaunchGraph {
     Node& node = nodes_[next_++];
     if (std::memcmp(node.bytes.data(), launch.bytes, launch.size) == 0) return;
     const auto arguments = node_of<CUDA_KERNEL_NODE_PARAMS>(launch);
-    check(driver().set_arguments(exec_.get(), node.node, &arguments), "new arguments of a node");
+    need(driver().set_arguments(exec_.get(), node.node, &arguments));
     std::memcpy(node.bytes.data(), launch.bytes, launch.size);
   }
 
@@ -100,8 +129,8 @@ class LaunchGraph {
 
   void play(cudaStream_t stream) {
     if (nodes_.empty()) return;
-    if (exec_ == nullptr) instantiate();
-    STD_CUDA_CHECK(cudaGraphLaunch(exec_.get(), stream));
+    if (exec_ == nullptr) instantiate(stream);
+    need(cudaGraphLaunch(exec_.get(), stream));
   }
 
  private:
@@ -146,24 +175,18 @@ class LaunchGraph {
     parameters.type = CU_GRAPH_NODE_TYPE_KERNEL;
     parameters.kernel = node_of<CUDA_KERNEL_NODE_PARAMS_v3>(launch);
     CUgraphNode made = nullptr;
-    check(driver().add_node(&made, graph_.get(), own.nodes.data(), edges.data(), edges.size(),
-                            &parameters),
-          "a node of a launch");
+    need(driver().add_node(&made, graph_.get(), own.nodes.data(), edges.data(), edges.size(),
+                           &parameters));
     const char* bytes = static_cast<const char*>(launch.bytes);
     nodes_.push_back({made, {bytes, bytes + launch.size}});
     own = {{made}, made};
   }
 
-  // Another thread may capture a graph meanwhile, which forbids allocations in threads that do not
-  // say that theirs are none of its business.
-  void instantiate() {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+  void instantiate(cudaStream_t stream) {
     cudaGraphExec_t exec = nullptr;
-    const cudaError_t result = cudaGraphInstantiate(&exec, graph_.get(), 0);
-    STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
-    STD_CUDA_CHECK(result);
+    need(cudaGraphInstantiate(&exec, graph_.get(), 0));
     exec_.reset(exec);
+    need(cudaGraphUpload(exec, stream));
     before_.clear();
   }
 
@@ -174,30 +197,55 @@ class LaunchGraph {
   size_t next_ = 0;
 };
 
-// The graphs of a plan. One thread prepares them at a time; others launch one by one meanwhile. On
-// the device, launches of a graph on several streams follow one another.
+// The graphs of a plan, of the stream that they were made on: on the device, launches of one graph
+// follow each other. One thread prepares them at a time; other threads and streams launch one by
+// one.
 struct Graphs {
+  static constexpr int kFew = 2;  // plays that are not worth a graph
+  static constexpr int kRetry =
+      1 << 10;  // plays until a graph that could not be had is tried again
+
   std::atomic<bool> taken{false};
-  int plays = 0;
+  int plays = 0;      // without graphs
+  int elsewhere = 0;  // on another stream since the last one on theirs
   bool made = false;
+  std::atomic<bool> has{false};  // the same, for those who have not taken them
+  cudaStream_t stream = nullptr;
   std::vector<LaunchGraph> parts;
+
+  ~Graphs() { drop(); }
 
   bool take() { return !taken.exchange(true, std::memory_order_acquire); }
   void leave() { taken.store(false, std::memory_order_release); }
 
   void drop() {
+    const Relaxed relaxed;
     parts.clear();
-    made = false;
+    made = has = false;
     plays = 0;
   }
 
-  // Whether they serve this play, and are taken; the third play since they were dropped makes them.
-  bool serve(cudaStream_t stream) {
-    constexpr int kFew = 2;
-    if (driver().add_node == nullptr || !take()) return false;
+  // The plan cannot have them now.
+  void bar() {
+    drop();
+    plays = -kRetry;
+  }
+
+  // Whether they serve this play, which may make them if there is `room`; if so they are taken.
+  template <typename Room>
+  bool serve(cudaStream_t current, const Room& room) {
+    if (driver().add_node == nullptr || driver().set_arguments == nullptr || !take()) return false;
+    if (made && current == stream) {
+      elsewhere = 0;
+    } else if (made && ++elsewhere > kFew) {  // the work has moved there
+      drop();
+      plays = kFew;
+    }
     cudaStreamCaptureStatus status{};
-    if ((made || ++plays > kFew) && cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+    if ((made ? current == stream : ++plays > kFew && room()) &&
+        cudaStreamIsCapturing(current, &status) == cudaSuccess &&
         status == cudaStreamCaptureStatusNone) {
+      stream = current;
       return true;
     }
     leave();

@@ -3,7 +3,6 @@
 // handles here, asked once for what is read of them: torch::stable::Tensor takes a block of memory
 // of its own for each.
 
-#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -125,26 +124,25 @@ void keep(Key key, std::shared_ptr<const Plan> plan) {
   plans.insert_or_assign(std::move(key), Entry{std::move(plan), ++calls});
 }
 
-// Take the graphs away from the plans that were unused for longest, until so many beside the
-// caller's have any: each holds 10 KB of the device's memory per launch.
-void drop_graphs() {
+// Whether one plan more may have graphs, each of which holds 10 KB of the device's memory per
+// launch: at most so many plans have any, and one that was unused for long makes room.
+bool has_room_for_graphs() {
   constexpr size_t kMostGraphs = 64;
+  constexpr uint64_t kLong = 1 << 10;  // calls: plans in rotation must not take turns
   const std::lock_guard<std::mutex> lock(guard);
-  std::vector<std::pair<uint64_t, Graphs*>> made;
-  for (const auto& [key, entry] : plans) {
-    Graphs& graphs = *entry.plan->graphs;
-    if (!graphs.take()) continue;
-    if (graphs.made) made.emplace_back(entry.used, &graphs);
-    graphs.leave();
+  Entry* oldest = nullptr;
+  size_t count = 0;
+  for (auto& [key, entry] : plans) {
+    if (!entry.plan->graphs->has.load(std::memory_order_relaxed)) continue;
+    ++count;
+    if (oldest == nullptr || entry.used < oldest->used) oldest = &entry;
   }
-  if (made.size() <= kMostGraphs) return;
-  std::sort(made.begin(), made.end());
-  made.resize(made.size() - kMostGraphs);
-  for (const auto& [used, graphs] : made) {
-    if (!graphs->take()) continue;
-    graphs->drop();
-    graphs->leave();
-  }
+  if (count < kMostGraphs) return true;
+  Graphs& graphs = *oldest->plan->graphs;
+  if (calls - oldest->used < kLong || !graphs.take()) return false;
+  graphs.drop();
+  graphs.leave();
+  return true;
 }
 
 class Reader {
@@ -293,7 +291,7 @@ class Playing {
         first_buffer_(call.addresses.size()),
         made_(plan.buffers.size()) {
     addresses_.resize(first_buffer_ + plan.buffers.size());
-    joins_ = graphs_.serve(streams_[0].stream);
+    joins_ = graphs_.serve(streams_[0].stream, has_room_for_graphs);
     if (!joins_ && plan.seconds > 0) streams_ = streams_of(device_, plan.seconds);
   }
 
@@ -306,12 +304,14 @@ class Playing {
   Playing& operator=(const Playing&) = delete;
 
   std::vector<Handle> run() {
-    for (const Step& step : plan_.steps) take(step);
-    play_part();
-    if (joins_ && !graphs_.made) {
-      graphs_.made = true;
-      drop_graphs();
+    std::optional<Relaxed> making;
+    if (joins_ && !graphs_.made) making.emplace();
+    try {
+      play();
+    } catch (const NoGraph&) {
+      play_without_graphs();
     }
+    if (joins_) graphs_.made = graphs_.has = true;
     std::vector<Handle> results;
     results.reserve(plan_.results.size());
     for (const int32_t one : plan_.results) results.push_back(std::move(made_[one]));
@@ -319,6 +319,21 @@ class Playing {
   }
 
  private:
+  void play() {
+    for (const Step& step : plan_.steps) take(step);
+    play_part();
+  }
+
+  // From the beginning: a plan writes nothing but what it allocates.
+  void play_without_graphs() {
+    graphs_.bar();
+    graphs_.leave();
+    joins_ = has_part_ = false;
+    for (Handle& one : made_) one.reset();
+    streams_ = streams_of(device_, plan_.seconds);
+    play();
+  }
+
   void take(const Step& step) {
     switch (step.kind) {
       case kAllocate:

@@ -51,10 +51,16 @@ def host_goals(layer: Layer, direction: str) -> dict[str, Goal]:
     }
 
 
+def triton_goals(direction: str, variant: str) -> dict[str, Goal]:
+    """Name -> goal of a row of Triton's path, asked for by name; none of another one."""
+    judged = variant == "triton" and direction == "fwd+bwd"
+    return {"host_ms": Goal(TRITON_HOST, False)} if judged else {}
+
+
 def bf16_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str, Goal]:
     """Name -> goal of a row of `moe_lora`."""
     if variant == "triton":
-        return {"host_ms": Goal(TRITON_HOST, False)} if direction == "fwd+bwd" else {}
+        return triton_goals(direction, variant)
     goals = host_goals(layer, direction) if variant == "auto" else {}
     if goals and direction == "fwd+bwd" and is_judged(layer):
         goals["speedup"] = Goal(SPEEDUP[layer.model][0], True)
@@ -64,7 +70,7 @@ def bf16_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str,
 def packed_goals(layer: Layer, direction: str) -> dict[str, Goal]:
     """Name -> goal of a layer's row of `quant` on the path that a user gets."""
     goals, kind = host_goals(layer, direction), (layer.format, layer.tokens)
-    if direction == "fwd+bwd" and kind in FORMATS:
+    if direction == "fwd+bwd" and kind in FORMATS and layer.rank == 16 and not layer.fp32_lora:
         names = ("of_bf16", "of_baseline_peak")
         return goals | {n: Goal(b, False) for n, b in zip(names, FORMATS[kind], strict=True)}
     if direction == "fwd" and kind in FORMATS_FEW:

@@ -24,7 +24,7 @@ from ..progress import Progress
 from ..report import Goal, Line, Rows, failed, floor_ms, judged, line, passed, said
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import nf4_traffic
-from .goals import COPY, COPY_FEW, packed_goals
+from .goals import COPY, COPY_FEW, packed_goals, triton_goals
 from .moe_lora import LayerCase, calls_of
 from .problems import GPT_OSS, MODELS, Layer, random_layers
 
@@ -201,7 +201,8 @@ def layer_rows(
                 peak_mb=peak_mb(lambda v=variant, d=direction: turn(v, d)(0), drop),
                 peak_baseline_mb=most,
             )
-            row = judged(row, wanted if variant == "auto" else {}, values)
+            goals = wanted if variant == "auto" else triton_goals(direction, variant)
+            row = judged(row, goals, values)
             took = f"auto: {chosen}" if variant == "auto" else variant
             memory = f"  {took}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
             yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
@@ -277,10 +278,11 @@ def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, .
     forms = ({"tokens": 8192}, {"rank": 12}, {"fp32_lora": True}, {"nested": True})
     for layer in (*(dataclasses.replace(base, **form) for form in forms), Layer(*GPT_OSS)):
         yield layer, BOTH, ()
-    mxfp4, fp8 = Layer(*GPT_OSS, format="mxfp4"), dataclasses.replace(base, format="fp8")
-    yield mxfp4, ("fwd+bwd",), ("chunked", "triton")
-    yield dataclasses.replace(mxfp4, tokens=16), ("fwd",), ("selective",)
-    yield fp8, ("fwd+bwd",), ("chunked", "triton")
+    for layer in (Layer(*GPT_OSS, format="mxfp4"), dataclasses.replace(base, format="fp8")):
+        yield layer, BOTH, ("chunked", "triton")
+        yield dataclasses.replace(layer, tokens=16), BOTH, ("selective",)
+        for form in forms[:3]:
+            yield dataclasses.replace(layer, **form), BOTH, ()
     for layer in random_layers(int(commit[:8], 16)):
         yield layer, *RANDOM
 

@@ -17,6 +17,7 @@ on an H200. What is before a product lets it begin: it makes its tables meanwhil
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,10 +71,11 @@ def gated_quantized_experts_triton(
         options |= {"slice_experts": slice_experts[one], "path": path, "bias": weights.bias}
         product_of_stack(*operands, direction="forward", scatter=False, **options)
 
-    with beside(x) as streams:
-        with streams.there():
-            pack(own[0], factors[0])
-            pack(own[1], factors[1])
+    with contextlib.ExitStack() as region:
+        if any(room is not factor for room, factor in zip(factors, own, strict=True)):
+            with region.enter_context(beside(x)).there():
+                pack(own[0], factors[0])
+                pack(own[1], factors[1])
         xa1, early = low(x, first, order.top_k, False)
     glu = (layer.activation, layer.interleaved)
     stack: Stack = first.weight

@@ -36,7 +36,7 @@ MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 # most rows that were timed (docs/dev/decisions/2026-11-22-nf4-products.md and
 # 2026-11-28-tiles-of-few-rows.md). LEAST_ROWS: of a format without tiles of few rows, and of scales
 # that must be made plain first.
-LEAST_ROWS, LEAST_ROWS_OF_FEW, MOST_ROWS = 64, 16, 512
+LEAST_ROWS, LEAST_ROWS_OF_FEW, MOST_ROWS = 64, 1, 512
 LEAST_DEPTH = 768
 _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
