@@ -229,6 +229,23 @@ def test_graphs_follow_the_work_to_another_stream(moe, device, launched, room) -
         assert 2 <= graphs <= 4 and kernels == 0
 
 
+def test_one_play_elsewhere_leaves_moved_graphs_where_they_are(moe, device, room) -> None:
+    """The plays that moved them do not count for the way back."""
+    problem = LayerProblem(tokens=307, **SIZES)
+    layer, arguments = warm(problem, moe, device), drawn(problem, device, 0)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # the third one moves them
+            step(layer, *arguments)
+    torch.cuda.synchronize()
+    graphs, kernels = launches(lambda: step(layer, *arguments))
+    assert graphs == 0 and kernels > 15
+    with torch.cuda.stream(stream):
+        graphs, kernels = launches(lambda: step(layer, *arguments))
+    assert graphs >= 2 and kernels == 0
+
+
 def test_graphs_of_many_shapes_are_let_go_in_flight(moe, device, launched) -> None:
     """80 numbers of tokens, of which 32 may have graphs forward and back."""
     layer, kept = LayerProblem(tokens=1, **SIZES).module(moe, device), []
