@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_same_bits, assert_same_numbers, relative_error
 from ..conftest import module_fixture
 from ..moe._eager import PackedLayer, PackedProblem
 
@@ -53,6 +53,28 @@ def decoded(submodule, a: dict, dtype: torch.dtype) -> torch.Tensor:
 def run(module, packed, absmax, codebook, stored, blocksize, kind, block_rows=1, **others):
     stack = (packed, absmax, codebook, None, stored, blocksize, kind, block_rows)
     return module.packed_product(stack=module.PackedStack(*stack), **others)
+
+
+def read_back(
+    module, submodule, a: dict, along: bool, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the product makes of unit rows, `rows` per expert at a time, and what it must.
+
+    (E, depth, columns) each. The weights are given back, but where another one of the column is no
+    finite number: zero times that is NaN. `packed_product` is the compiled op or raises.
+    """
+    experts = a["stored"][0]
+    dense = decoded(submodule, a, torch.bfloat16)
+    dense = dense.mT if along else dense
+    lost = ~dense.isfinite()
+    expected = dense.masked_fill(lost.sum(1, keepdim=True) > lost.int(), torch.nan)
+    depth, device = dense.shape[1], dense.device
+    rows = rows or depth
+    place = {"offsets": torch.arange(experts + 1, device=device) * rows, "along": along}
+    place |= {"slots": torch.arange(experts * rows, device=device), "fan": 0, "grouped_out": True}
+    parts = torch.eye(depth, device=device).bfloat16().split(rows)
+    found = [run(module, x=part.repeat(experts, 1), **a, **place) for part in parts]
+    return torch.cat([part.view(experts, rows, -1) for part in found], 1), expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,15 +338,84 @@ def test_a_weight_is_used_as_it_decodes(module, submodule, device, codebook, kin
         blocksize = int(kind.removeprefix("nf4-"))
         a = {"packed": integers(elements // 2, 0, 256), "codebook": codebook, "kind": "4bit"}
         a |= {"absmax": torch.rand(elements // blocksize, device=device), "blocksize": blocksize}
-    a |= {"stored": stored}
-    dense = decoded(submodule, a, torch.bfloat16)
-    depth = k if along else n
-    eye = torch.eye(depth, device=device).bfloat16().repeat(experts, 1)
-    offsets = torch.arange(experts + 1, device=device) * depth
-    place = {"slots": torch.arange(experts * depth, device=device), "offsets": offsets}
-    out = run(module, x=eye, **a, **place, along=along, fan=0, grouped_out=True)
-    expected = (dense.mT if along else dense).reshape(experts * depth, -1)
-    assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
+    found, expected = read_back(module, submodule, a | {"stored": stored}, along)
+    assert_same_bits(found + 0.0, expected + 0.0)  # a sum of zeros has no sign
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """All codes of a format under the ends of its scales."""
+
+    codes: int
+    block: int
+    scales: tuple[float, ...]  # under which a weight is finite; under the last, but for `large`
+    large: tuple[int, ...]  # codes
+    no_numbers: tuple[float, ...]  # scales
+    nans: tuple[int, ...] = ()  # codes
+
+    def operands(self, kind: str, device, submodule) -> dict:
+        """Two experts whose weights are finite but in a few places.
+
+        In the first one there is an infinity at most in a row and a column, which is read back; in
+        the second one there is what makes the others of its column NaN.
+        """
+        mx, fp8 = kind == "mxfp4", kind == "fp8"
+        stored = (2, 256, 320 if mx or fp8 else 512)
+        generator = torch.Generator().manual_seed(0)
+        finite = torch.tensor([code for code in range(self.codes) if code not in self.nans])
+        codes = finite[torch.randint(len(finite), stored, generator=generator)]
+        blocks = (*stored[:2], stored[2] // self.block)
+        which = torch.randint(len(self.scales), blocks, generator=generator)
+        places = [(0, 8 + i, 3 + 37 * i) for i in range(len(self.large))]
+        for expert, row, column in places:
+            which[expert, row, column // self.block] = len(self.scales) - 1
+        highest = which.repeat_interleave(self.block, -1) == len(self.scales) - 1
+        codes[highest & torch.isin(codes, torch.tensor(self.large))] = 1
+        for code, place in zip(self.large, places, strict=True):
+            codes[place] = code
+        scales = torch.tensor(self.scales)[which]
+        spread = torch.arange(self.block) * 5 % self.codes  # all there are of 4 bits
+        for i, scale in enumerate(self.no_numbers):
+            scales[1, 5 + i, 1 + i] = scale
+            codes[1, 5 + i, self.block * (1 + i) : self.block * (2 + i)] = spread
+        for i, code in enumerate(self.nans):
+            codes[1, 20 + i, 200 + i] = code
+        even, odd = codes.to(torch.uint8).view(*stored[:2], -1, 2).unbind(-1)
+        low, high = (even, odd) if mx else (odd, even)
+        packed = codes.to(torch.uint8) if fp8 else low | high << 4
+        table = None if mx or fp8 else getattr(submodule("reference.nf4"), f"{kind.upper()}_TABLE")
+        return {
+            "packed": packed.view(-1).to(device),
+            "absmax": scales.to(torch.uint8 if mx else torch.float32).view(-1).to(device),
+            "codebook": None if table is None else torch.tensor(table, device=device),
+            "stored": stored,
+            "blocksize": self.block,
+            "kind": "4bit" if table else kind,
+            "block_rows": 1,
+        }
+
+
+# 1e-40 and less are subnormal; what is below 2^-134 is rounded to zero.
+FEW_BITS = (1.0, 0.37, 1e-38, 1e-40, 2.0**-149, 0.0, 3.4e38)
+EIGHT_BITS = (1.0, 0.37, -2.5, 1e-38, 1e-40, 2.0**-149, 0.0, 8e35)
+ENDS = {
+    "nf4": Ends(16, 64, FEW_BITS, (0, 15), (torch.nan, torch.inf)),
+    "fp4": Ends(16, 64, FEW_BITS, (3, 11), (torch.nan, torch.inf)),
+    "mxfp4": Ends(16, 32, (127, 0, 1, 2, 252, 254), (4, 5, 6, 7, 12, 13, 14, 15), (255,)),
+    "fp8": Ends(256, 64, EIGHT_BITS, (126, 254), (torch.nan, torch.inf), (127, 255)),
+}
+
+
+@pytest.mark.parametrize("rows", (32, None))  # per expert: by tiles of few rows and of many
+@pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("kind", ENDS)
+def test_the_ends_of_codes_and_scales(module, submodule, device, kind, along, rows):
+    """Subnormal, infinite or no number: what decoding gives, and no other column is harmed."""
+    a = ENDS[kind].operands(kind, device, submodule)
+    found, expected = read_back(module, submodule, a, along, rows)
+    assert expected.isinf().sum() >= len(ENDS[kind].large)
+    assert expected.isfinite().double().mean() > 0.7
+    assert_same_numbers(found + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
 
 @pytest.mark.parametrize("along", (True, False))
@@ -451,31 +542,6 @@ def test_the_dispatch_equals_triton(module, submodule, device, rank, nested, sca
     assert relative_error(out, expected) <= 5e-3
     assert relative_error(dots, right) <= 5e-3
     assert not dots[160:].any() and dots[:160].all()  # by slot; the last four are sentinels
-
-
-@pytest.mark.parametrize("scale", (0, 1, 254, 255))
-@pytest.mark.parametrize("along", (True, False))
-def test_ends_of_the_scales(module, device, scale, along):
-    """2^-127 is subnormal, 2^127 finite, 255 NaN in its block alone."""
-    stored = (1, 128, 128)
-    packed = torch.full((128 * 64,), 0x22, dtype=torch.uint8, device=device)  # ones
-    scales = torch.full((128, 4), 127, dtype=torch.uint8, device=device)
-    scales[5, 1] = scale
-    eye = torch.eye(128, device=device).bfloat16()
-    place = {"slots": torch.arange(128, device=device), "along": along}
-    place |= {"offsets": torch.tensor([0, 128], device=device), "fan": 0, "grouped_out": True}
-    a = {"packed": packed, "absmax": scales.view(-1), "codebook": None, "stored": stored}
-    out = run(module, x=eye, **a, blocksize=32, kind="mxfp4", **place)
-    out = out.mT if along else out  # (N, K)
-    block, met = out[5, 32:64], [5, slice(32, 64)]
-    if scale == 255:  # zeros of the unit matrix meet it, too
-        met[1 if along else 0] = slice(None)
-        assert block.isnan().all()
-    else:
-        assert (block.double() == 2.0 ** (scale - 127)).all()
-    others = torch.ones_like(out, dtype=torch.bool)
-    others[tuple(met)] = False
-    assert (out[others] == 1).all()
 
 
 @pytest.mark.parametrize("backend", ("compiled", "auto", "triton"))
