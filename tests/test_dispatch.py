@@ -173,16 +173,3 @@ def test_a_choice_of_the_caller_is_no_slow_path(dispatch, caplog):
         assert dispatch.path_name("matmul_add", torch.device("xpu")) == "torch"
         assert dispatch.path_name("square_chain", torch.device("xpu")) == "caller"
     assert not caplog.records
-
-
-@pytest.mark.parametrize(("driver", "known"), ((12020, False), (12030, True), (13000, True)))
-def test_an_old_driver_plays_no_launches(dispatch, monkeypatch, caplog, driver, known):
-    """It has no programmatic edges of graphs: layers are launched from Python, which is said."""
-    monkeypatch.setattr(dispatch, "_cuda_driver", lambda: driver)
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: True)
-    dispatch.say_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert dispatch.has_compiled("launch_plan", "CUDA") is known
-        assert dispatch.has_compiled("momentum", "CUDA")
-    assert len(caplog.records) == (0 if known else 1)
-    assert known or "the driver is of CUDA 12.2, and 12.3 is needed" in caplog.text

@@ -201,9 +201,10 @@ class LaunchGraph {
 // follow each other. One thread prepares them at a time; other threads and streams launch one by
 // one.
 struct Graphs {
-  static constexpr int kFew = 2;  // plays that are not worth a graph
-  static constexpr int kRetry =
-      1 << 10;  // plays until a graph that could not be had is tried again
+  static constexpr int kFew = 2;          // plays that are not worth a graph
+  static constexpr int kMove = 32;        // plays elsewhere, none at home, that graphs move for
+  static constexpr int kAskAgain = 64;    // plays from one question for room to the next
+  static constexpr int kRetry = 1 << 10;  // plays until a refused graph is tried again
 
   std::atomic<bool> taken{false};
   int plays = 0;      // without graphs
@@ -222,7 +223,7 @@ struct Graphs {
     const Relaxed relaxed;
     parts.clear();
     made = has = false;
-    plays = 0;
+    plays = elsewhere = 0;
   }
 
   // The plan cannot have them now.
@@ -234,19 +235,27 @@ struct Graphs {
   // Whether they serve this play, which may make them if there is `room`; if so they are taken.
   template <typename Room>
   bool serve(cudaStream_t current, const Room& room) {
-    if (driver().add_node == nullptr || driver().set_arguments == nullptr || !take()) return false;
+    if (driver().add_node == nullptr || driver().set_arguments == nullptr) return false;
+    cudaStreamCaptureStatus status{};
+    if (cudaStreamIsCapturing(current, &status) != cudaSuccess) {
+      cudaGetLastError();
+      return false;
+    }
+    if (status != cudaStreamCaptureStatusNone || !take()) return false;
     if (made && current == stream) {
       elsewhere = 0;
-    } else if (made && ++elsewhere > kFew) {  // the work has moved there
+      return true;
+    }
+    if (made && ++elsewhere > kMove) {  // the work has moved there
       drop();
       plays = kFew;
     }
-    cudaStreamCaptureStatus status{};
-    if ((made ? current == stream : ++plays > kFew && room()) &&
-        cudaStreamIsCapturing(current, &status) == cudaSuccess &&
-        status == cudaStreamCaptureStatusNone) {
-      stream = current;
-      return true;
+    if (!made && ++plays > kFew) {
+      if (room()) {
+        stream = current;
+        return true;
+      }
+      plays = kFew - kAskAgain;
     }
     leave();
     return false;

@@ -265,7 +265,8 @@ std::vector<Stream> streams_of(int32_t device, size_t seconds) {
   int priority = 0;
   STD_CUDA_CHECK(cudaStreamGetPriority(first, &priority));
   // By its priority, too: the handle of a stream that is gone may be another one's.
-  static std::map<std::tuple<int32_t, cudaStream_t, int>, std::vector<Stream>> streams;
+  using Key = std::tuple<int32_t, cudaStream_t, int>;
+  static std::map<Key, std::vector<Stream>>& streams = *new std::map<Key, std::vector<Stream>>;
   const std::lock_guard<std::mutex> lock(guard);
   std::vector<Stream>& found = streams[{device, first, priority}];
   while (found.size() <= seconds) {
@@ -324,7 +325,8 @@ class Playing {
     play_part();
   }
 
-  // From the beginning: a plan writes nothing but what it allocates.
+  // From the beginning, also what was played: plans of several parts write nothing but what they
+  // allocate, and a plan's only part was not played.
   void play_without_graphs() {
     graphs_.bar();
     graphs_.leave();

@@ -38,6 +38,14 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
 }
+__device__ __forceinline__ uint4 load_four_words(uint32_t address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
 __device__ __forceinline__ uint2 load_words(uint32_t address) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
@@ -47,75 +55,52 @@ __device__ __forceinline__ uint2 load_words(uint32_t address) {
   return words;
 }
 
-// Four lanes hold four bytes each; lane i gets byte i of each, in the order of the lanes. Two words
-// at a time share the shuffles.
-class ByteTransposer {
- public:
-  __device__ __forceinline__ ByteTransposer() {
-    const bool upper = threadIdx.x % 4 >= 2, odd = threadIdx.x % 2 != 0;
-    send_halves_ = upper ? 0x5410 : 0x7632;
-    keep_first_half_ = upper ? 0x3254 : 0x5410;
-    keep_second_half_ = upper ? 0x3276 : 0x7610;
-    send_bytes_ = odd ? 0x6420 : 0x7531;
-    keep_first_byte_ = odd ? 0x3514 : 0x5240;
-    keep_second_byte_ = odd ? 0x3716 : 0x7260;
-  }
-
-  __device__ __forceinline__ void operator()(uint32_t& x, uint32_t& y) const {
-    uint32_t other = __shfl_xor_sync(0xffffffff, __byte_perm(x, y, send_halves_), 2);
-    x = __byte_perm(x, other, keep_first_half_);
-    y = __byte_perm(y, other, keep_second_half_);
-    other = __shfl_xor_sync(0xffffffff, __byte_perm(x, y, send_bytes_), 1);
-    x = __byte_perm(x, other, keep_first_byte_);
-    y = __byte_perm(y, other, keep_second_byte_);
-  }
-
- private:
-  uint32_t send_halves_, keep_first_half_, keep_second_half_;
-  uint32_t send_bytes_, keep_first_byte_, keep_second_byte_;
-};
-
-// The bytes of a part of a stage that a thread needs. `load` asks shared memory for them; along,
-// `arrange` exchanges them between lanes, behind the loads of scales.
+// The bytes of a part of a stage that a thread needs. `load` asks shared memory for them, or for
+// the first two steps', and `load_last` for what is missing; `arrange` exchanges them between
+// lanes, behind the loads of scales.
 template <bool kAlong, int kElements, int kHalves>  // elements per byte; halves in a line
 class StageBytes;
 
 // A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
-// bytes. ldmatrix gives a lane of four the four bytes of 8 elements; wgmma wants one byte of every
-// 8, hence the transposer. Of the 8 lines of a matrix four are even and four odd, which lie in
-// other banks; lanes 16 to 31, which get the upper four, exchange their columns.
+// bytes. Lane i of four needs byte i of every word of its two columns; each loads whole words, as
+// four lanes that read the same ones take no longer.
 template <int kHalves>
 class StageBytes<true, 2, kHalves> {
  public:
-  using Fetched = uint32_t[4];  // of two neighbouring columns: half of the sum, then the column
+  struct Fetched {
+    uint4 of[2];  // 32 of the sum of each column
+    uint32_t from;
+  };
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane % 8) +
-                     (lane / 8 + lane % 8 / 4) % 2;
-    exchanges_ = lane >= 16;
-    const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;
-    from_ = line * (kHalves * kDepth / 2) + (lane / 16 ^ swizzle) * 16;
+    const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane / 4);
+    const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;  // of the next line, too
+    from_ = line * kLineBytes + swizzle * 16;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int half) const {
-    load_fragments<false>(to, stage + (from_ ^ half * 32));
+    to.from = stage + (from_ ^ half * 32);
+    load_both(to, to.from);
   }
-  __device__ __forceinline__ void arrange(Fetched& to) const {
-    transpose_(to[0], to[1]);
-    transpose_(to[2], to[3]);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t first = to[i];
-      to[i] = exchanges_ ? to[i + 1] : first;
-      to[i + 1] = exchanges_ ? first : to[i + 1];
-    }
+  __device__ __forceinline__ void load_last(Fetched& to) const { load_both(to, to.from ^ 16); }
+  __device__ __forceinline__ void arrange(Fetched&) const {}
+  // Of a step: its first or last 8 of the sum.
+  static __device__ __forceinline__ uint32_t word(const Fetched& from, int step, int eight,
+                                                  int column) {
+    const uint4& of = from.of[column];
+    return step % 2 == 0 ? (eight == 0 ? of.x : of.y) : (eight == 0 ? of.z : of.w);
   }
 
  private:
+  static constexpr int kLineBytes = kHalves * kDepth / 2;
+
+  static __device__ __forceinline__ void load_both(Fetched& to, uint32_t from) {
+    to.of[0] = load_four_words(from);
+    to.of[1] = load_four_words(from + kLineBytes);
+  }
+
   uint32_t from_;
-  bool exchanges_;
-  const ByteTransposer transpose_;
 };
 
 // 64 of the sum, stored rows of kPitch bytes.
@@ -148,6 +133,8 @@ class StageBytes<false, 2, 1> {
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns / 2>(to, stage + from_);
   }
+  __device__ __forceinline__ void load_last(Fetched&) const {}
+  __device__ __forceinline__ void arrange(Fetched&) const {}
   // This warp's byte in the low byte of both halves, the others undefined
   __device__ __forceinline__ uint32_t columns(uint32_t word) const { return word >> shift_; }
 
@@ -188,6 +175,12 @@ class StageBytes<true, 1, 1> {
       for (int i = 0; i < 4; ++i) to[half * 4 + i] = bytes[i];
     }
   }
+  __device__ __forceinline__ void load_last(Fetched&) const {}
+  // A word holds its pair for both eights.
+  static __device__ __forceinline__ uint32_t word(const Fetched& from, int step, int /*eight*/,
+                                                  int column) {
+    return from[step * 2 + column];
+  }
   __device__ __forceinline__ void arrange(Fetched& to) const {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -223,6 +216,8 @@ class StageBytes<false, 1, 1> {
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
     load_rows<kBoxColumns>(to, stage + from_);
   }
+  __device__ __forceinline__ void load_last(Fetched&) const {}
+  __device__ __forceinline__ void arrange(Fetched&) const {}
   // A column per half
   __device__ __forceinline__ uint32_t columns(uint32_t word) const {
     return __byte_perm(word, 0, 0x3120);
@@ -232,15 +227,15 @@ class StageBytes<false, 1, 1> {
   uint32_t from_;
 };
 
-// Where a thread's first word of scales lies in a stage: along of its two columns, across of the
-// first two of its elements of the sum, 8 before the next two.
+// Where a thread's first words of scales lie in a stage: along of its two columns, across of its
+// elements of the first 16 of the sum.
 template <bool kAlong, int kElements>
 __device__ __forceinline__ uint32_t first_scale(int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
   if constexpr (kAlong) {
     return 4 * (consumer * kPartColumns + pair_column<true, kElements>(warp, lane / 4));
   }
-  return 4 * (consumer * kDepth + lane % 4 * 2);
+  return 4 * (consumer * kDepth + lane % 4 * 4);
 }
 
 // float32, one per column and stage, or per stored row and part.
@@ -256,10 +251,16 @@ class FloatScales {
 
   template <bool kOdd>
   __device__ __forceinline__ void fetch(Fetched& to, uint32_t stage) const {
+    if constexpr (kAlong) {
+      const uint2 words = load_words(stage + from_);
+      to.pair[0] = {__uint_as_float(words.x), __uint_as_float(words.y)};
+    } else {
 #pragma unroll
-    for (int i = 0; i < (kAlong ? 1 : 8); ++i) {
-      const uint2 words = load_words(stage + from_ + 32 * i);
-      to.pair[i] = {__uint_as_float(words.x), __uint_as_float(words.y)};
+      for (int i = 0; i < 8; i += 2) {
+        const uint4 words = load_four_words(stage + from_ + 32 * i);
+        to.pair[i] = {__uint_as_float(words.x), __uint_as_float(words.y)};
+        to.pair[i + 1] = {__uint_as_float(words.z), __uint_as_float(words.w)};
+      }
     }
   }
   static __device__ __forceinline__ float of_column(const Fetched& from, int /*half*/, int column) {
@@ -339,9 +340,10 @@ class PowerScales {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint2 words = load_words(stage + from_ + 32 * i);
+      for (int i = 0; i < 8; i += 2) {
+        const uint4 words = load_four_words(stage + from_ + 32 * i);
         to.pair[i] = powers_of_two(__byte_perm(words.x, words.y, select_) & 0x00ff00ffu);
+        to.pair[i + 1] = powers_of_two(__byte_perm(words.z, words.w, select_) & 0x00ff00ffu);
       }
     }
   }
@@ -358,7 +360,7 @@ class PowerScales {
   uint32_t select_;  // across: a byte of the word of an even row, and one of the next
 };
 
-// What codes stand for. `along`: two elements of the sum, which pair `at` of a word holds;
+// What codes stand for. `along`: two elements of the sum, from a word of each 8 of them;
 // `across`: two of the sum of both columns.
 template <Format kFormat>
 class Values;
@@ -367,11 +369,11 @@ template <>
 class Values<Format::kFourBit> {
  public:
   __device__ __forceinline__ explicit Values(const Arguments& p)
-      : table_(p.codebook[threadIdx.x % 16]) {}
+      : table_(p.codebook[threadIdx.x % 16]), shift_(threadIdx.x % 4 * 8) {}
 
   // Of a byte the upper nibble comes first.
-  __device__ __forceinline__ uint32_t along(uint32_t word, int at, float scale) const {
-    const float even = looked_up(word >> (8 * at + 4)), odd = looked_up(word >> 8 * at);
+  __device__ __forceinline__ uint32_t along(uint32_t word, int /*eight*/, float scale) const {
+    const float even = looked_up(word >> (shift_ + 4)), odd = looked_up(word >> shift_);
     return rounded_pair(__fmul_rn(even, scale), __fmul_rn(odd, scale));
   }
   __device__ __forceinline__ void across(uint32_t& first, uint32_t& second, uint32_t columns,
@@ -388,17 +390,19 @@ class Values<Format::kFourBit> {
   }
 
   const float table_;
+  const int shift_;  // of this lane's byte
 };
 
 template <>
 class Values<Format::kMxfp4> {
  public:
-  __device__ __forceinline__ explicit Values(const Arguments&) {}
+  __device__ __forceinline__ explicit Values(const Arguments&)
+      : select_((4 + threadIdx.x % 4) << 12 | threadIdx.x % 4 << 4) {}
 
   // Of a byte the lower nibble comes first.
-  __device__ __forceinline__ uint32_t along(uint32_t word, int at, uint32_t scale) const {
-    // The byte in bits 8 to 15; shifted by a nibble in bits 24 to 31
-    const uint32_t both = __byte_perm(word, word >> 4, (4 + at) << 12 | at << 4);
+  __device__ __forceinline__ uint32_t along(uint32_t word, int /*eight*/, uint32_t scale) const {
+    // This lane's byte in bits 8 to 15; shifted by a nibble in bits 24 to 31
+    const uint32_t both = __byte_perm(word, word >> 4, select_);
     return scaled((both & 0x07000700u) >> 2 | (both & 0x08000800u) << 4, scale);
   }
   __device__ __forceinline__ void across(uint32_t& first, uint32_t& second, uint32_t columns,
@@ -413,6 +417,8 @@ class Values<Format::kMxfp4> {
     constexpr uint32_t kUnit = 0x7e807e80u;  // 2^126
     return times(times(codes, kUnit), scales);
   }
+
+  const uint32_t select_;
 };
 
 template <>
@@ -420,8 +426,8 @@ class Values<Format::kFp8> {
  public:
   __device__ __forceinline__ explicit Values(const Arguments&) {}
 
-  __device__ __forceinline__ uint32_t along(uint32_t word, int at, float scale) const {
-    return scaled(word >> 16 * at, scale, scale);
+  __device__ __forceinline__ uint32_t along(uint32_t word, int eight, float scale) const {
+    return scaled(word >> 16 * eight, scale, scale);
   }
   __device__ __forceinline__ void across(uint32_t& first, uint32_t& second, uint32_t columns,
                                          const float2& scales) const {
@@ -462,8 +468,10 @@ class Decoder {
   __device__ __forceinline__ void fetch(Fetched& to, uint32_t packed, uint32_t scales) const {
     bytes_.load(to.bytes, packed, kHalves == 2 && kOdd);
     scales_.template fetch<kOdd>(to.scales, scales);
-    if constexpr (kAlong) bytes_.arrange(to.bytes);
+    bytes_.arrange(to.bytes);
   }
+  // Before the last two steps.
+  __device__ __forceinline__ void fetch_last(Fetched& to) const { bytes_.load_last(to.bytes); }
 
   // The 16 of the sum of a step, 8 by 8: of two columns two elements each.
   template <int kStep>
@@ -473,9 +481,9 @@ class Decoder {
       if constexpr (kAlong) {
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
-          const uint32_t word = from.bytes[kStep / kElements * 2 + column];
+          const uint32_t word = Bytes::word(from.bytes, kStep, i, column);
           const auto scale = Scales::of_column(from.scales, kStep / 2, column);
-          a[i * 2 + column] = values_.along(word, kStep % kElements * 2 + i, scale);
+          a[i * 2 + column] = values_.along(word, i, scale);
         }
       } else {
         const uint32_t columns = bytes_.columns(from.bytes[kStep * 2 + i]);

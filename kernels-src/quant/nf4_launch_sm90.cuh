@@ -95,14 +95,15 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
   return count;
 }
 
-// Mean rows per expert up to which tiles are low. Bits do not depend on it.
+// Mean rows per expert that are few, or some.
 constexpr int64_t kFewRows = 32;
+constexpr int64_t kSomeRows = 64;
 
-template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
+template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
 void launch(const Problem& p, int device, const Launcher& launcher) {
-  using Map = SharedMap<kAlong, kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kRows>;
   Arguments args = arguments_of(p, Map::kColumns, Map::kStageDepth);
-  const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kFew>;
+  const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kRows>;
   constexpr int kShared = Map::kBytes;
   static std::array<std::atomic<int>, 64> known{};
   const int64_t processors = processors_for(kernel, kShared, device, known);
@@ -113,20 +114,23 @@ void launch(const Problem& p, int device, const Launcher& launcher) {
   launcher({reinterpret_cast<const void*>(kernel), blocks, kThreads, kShared, &args, sizeof(args)});
 }
 
-template <Format kFormat, bool kFew>
+template <Format kFormat, Rows kRows>
 void launch(const Problem& p, int device, const Launcher& launcher) {
-  return p.along ? launch<true, kFormat, false, kFew>(p, device, launcher)
-                 : launch<false, kFormat, false, kFew>(p, device, launcher);
+  return p.along ? launch<true, kFormat, false, kRows>(p, device, launcher)
+                 : launch<false, kFormat, false, kRows>(p, device, launcher);
 }
 
 template <Format kFormat>
 void run_format(const Problem& p, int device, const Launcher& launcher) {
   if constexpr (kFormat == Format::kFp8) {
-    if (p.activated != nullptr) return launch<true, kFormat, true, false>(p, device, launcher);
+    if (p.activated != nullptr)
+      return launch<true, kFormat, true, Rows::kMany>(p, device, launcher);
   } else if (p.rows <= kFewRows * p.experts) {
-    return launch<kFormat, true>(p, device, launcher);
+    return launch<kFormat, Rows::kFew>(p, device, launcher);
+  } else if (p.rows <= kSomeRows * p.experts) {
+    return launch<kFormat, Rows::kSome>(p, device, launcher);
   }
-  return launch<kFormat, false>(p, device, launcher);
+  return launch<kFormat, Rows::kMany>(p, device, launcher);
 }
 
 }  // namespace optimizer::nf4_product

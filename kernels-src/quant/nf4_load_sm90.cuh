@@ -61,10 +61,10 @@ class ScaleSource {
 // copies of a tile have in common is computed once per tile: with addresses computed for each copy
 // the loader, not the tensor cores, set the pace. Lines behind a tile's rows, up to a multiple of
 // 16, hold its last row again: a row of the product depends on its own line alone.
-template <bool kAlong, Format kFormat, bool kFew>
+template <bool kAlong, Format kFormat, Rows kRows>
 class Loader {
  public:
-  using Map = SharedMap<kAlong, kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kRows>;
 
   __device__ __forceinline__ Loader(const Arguments& p, const Map& at)
       : p_(p),
@@ -72,6 +72,8 @@ class Loader {
         thread_(static_cast<int>(threadIdx.x)),
         line_(thread_ / 8),
         chunk_(thread_ % 8),
+        scale_place_(
+            4 * (kAlong ? thread_ : thread_ / kDepth * kDepth + place_across(thread_ % kDepth))),
         whole_groups_(p.shift == 6 && p.row_blocks % kGroupParts == 0 &&
                       reinterpret_cast<uintptr_t>(p.absmax) % 16 == 0) {}
 
@@ -101,7 +103,7 @@ class Loader {
   static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
   static constexpr int kCopies = Map::kTokens / kLines;
   // Copies of a thread between two looks at the number of rows
-  static constexpr int kBatch = kCopies % 4 == 0 ? 4 : 3;
+  static constexpr int kBatch = kCopies % 4 == 0 ? 4 : kCopies % 3 == 0 ? 3 : 1;
   static_assert(kCopies % kBatch == 0);
   static constexpr int kPerThread = (Map::kTokens + kWarpgroup - 1) / kWarpgroup;
 
@@ -154,7 +156,7 @@ class Loader {
           const bool inside = kAlong ? row + further < p_.stored_rows && deep < p_.depth
                                      : row + deep < p_.stored_rows && column + further < p_.columns;
           const auto& source = part % Map::kBoxes == 0 ? scales : last_scales;
-          copy_word_async(at_.scales(ring_.slot, part) + 4 * thread_,
+          copy_word_async(at_.scales(ring_.slot, part) + scale_place_,
                           inside ? source.at(deep) : p_.absmax, inside);
         }
       }
@@ -254,6 +256,7 @@ class Loader {
   const int thread_;
   const int line_;
   const int chunk_;
+  const int scale_place_;    // in bytes
   const bool whole_groups_;  // scales of a group are 16 bytes that begin on 16
   Ring<Map::kStages> ring_;
   int group_ = 0;  // where the next group of scales goes

@@ -3,32 +3,8 @@
 
 #include "common/launch.cuh"
 #include "quant/decode_sm90.cuh"
+#include "quant/narrow_products_sm90.cuh"
 #include "quant/nf4_load_sm90.cuh"
-#include "sm90/wgmma.cuh"
-
-namespace optimizer::sm90 {
-
-// The least N that the products of few rows want; the others lie in sm90/wgmma.cuh.
-template <>
-struct DecodedProduct<48> {
-  static __device__ __forceinline__ void add(float (&sum)[24], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.eq.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n"
-        "}"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]),
-          "+f"(sum[6]), "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]),
-          "+f"(sum[12]), "+f"(sum[13]), "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]),
-          "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]), "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-}  // namespace optimizer::sm90
 
 namespace optimizer::nf4_product {
 
@@ -178,12 +154,36 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, in
   }
 }
 
-// One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
+template <int... kWidths>
+struct WidthList {
+  static constexpr int kCount = sizeof...(kWidths);
+  static constexpr int kAt[] = {kWidths...};
+};
+
+// Work of the first width of a list that holds `rows`.
+template <typename List, int kAt = 0, typename Work>
+__device__ __forceinline__ void first_width(int rows, const Work& work) {
+  constexpr int kWidth = List::kAt[kAt];
+  if constexpr (kAt + 1 == List::kCount) {
+    work(std::integral_constant<int, kWidth>{});
+  } else {
+    if (rows <= kWidth) {
+      work(std::integral_constant<int, kWidth>{});
+    } else {
+      first_width<List, kAt + 1>(rows, work);
+    }
+  }
+}
+
+// One consumer's tiles. What a tile begins with is decoded beside the last products of the tile
 // before, whose sums are written meanwhile.
-template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
+//
+// A part is decoded beside the products of the part before, in registers of its own. The sums of
+// some rows leave none for that: halves of a part take turns there.
+template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
 class Consumer {
  public:
-  using Map = SharedMap<kAlong, kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kRows>;
 
   __device__ __forceinline__ Consumer(const Arguments& p, const Map& at, int consumer)
       : p_(p),
@@ -197,12 +197,12 @@ class Consumer {
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
     bool more = dealt_tile(0) < tiles;
-    if (more) fetch_all(even_);
+    if (more) begin_tile(even_);
     for (int round = 1; more; ++round) {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
-      if constexpr (kFew) {
+      if constexpr (kLow) {
         process<Map::kTokens>(where, more);
       } else if constexpr (kFormat == Format::kFourBit) {
         process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, Map::kTokens>(where, more);
@@ -226,6 +226,10 @@ class Consumer {
   static constexpr int kRankStagesPassed = 1;
   static_assert(Map::kStages >= 2 + kRankStagesPassed);
   static constexpr int kBoxes = Map::kBoxes;
+  static constexpr bool kLow = Map::kLow;
+  static constexpr bool kByHalves = kRows == Rows::kSome;
+  // Of low tiles
+  using Widths = std::conditional_t<kRows == Rows::kFew, WidthList<16, 48>, WidthList<48, 64, 80>>;
   template <int kN>
   using Sums = float[kBoxes][kN / 2];
 
@@ -245,18 +249,24 @@ class Consumer {
 
   template <int kN>
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
+    rows_ = __shfl_sync(0xffffffff, where.rows, 0);
     TileExtras<Map::kTokens> extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
     const int column = where.column + consumer_ * kPartColumns +
                        pair_column<kAlong, kPerByte<kFormat>>(warp, group);
     Factor factor(p_, where, column);
-    if constexpr (kBoxes == 1 && !kFew) factor.load_first();
+    if constexpr (kBoxes == 1 && !kLow) factor.load_first();
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
     Sums<kN> sum = {};
     const bool early = more && rank_stages_ <= kRankStagesPassed;
     Ring<Map::kStages> rank_ring = ring_;
-    const bool swapped = multiply<kN>(sum, early, rank_ring);
+    bool swapped = false;
+    if constexpr (kByHalves) {
+      multiply_by_halves<kN>(sum[0], early, rank_ring);
+    } else {
+      swapped = multiply<kN>(sum, early, rank_ring);
+    }
     extras.load_gates();
     if (!early) rank_ring = ring_;
     if (p_.rank != 0) {
@@ -275,7 +285,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) even_[i / 4][i % 4] = odd_[i / 4][i % 4];
     }
-    if (more && !early) fetch_all(even_);
+    if (more && !early) begin_tile(even_);
 
     if constexpr (kActivates) {
       write_activated<kN>(p_, sum[0], sum[1], where, column);
@@ -328,19 +338,21 @@ class Consumer {
   }
 
   // The products of the part in `a`; `next` becomes the next one. Half of the products are handed
-  // on before, half between the two halves of its decoding. kOdd: of `next`. holds: whether the
-  // part before was its stage's last.
+  // on before, half between the two halves of its decoding; of few rows all before, since each time
+  // costs a branch there. kOdd: of `next`. holds: whether the part before was its stage's last.
   template <int kN, bool kOdd>
   __device__ __forceinline__ void add_part(float (&sum)[kN / 2], const Operand& a, Operand& next,
                                            bool holds) {
+    constexpr int kFirst = kRows == Rows::kFew ? kSteps : kSteps / 2;
     const uint64_t b = rows_of(!kOdd);
-    add_steps<kN, 0, 2>(sum, a, b);
+    add_steps<kN, 0, kFirst>(sum, a, b);
     free_part_before(holds);
     Fetched fetched;
     fetch<kOdd>(fetched);
     decode_.template decode<0>(next[0], fetched);
     decode_.template decode<1>(next[1], fetched);
-    add_steps<kN, 2, 4>(sum, a, b);
+    if constexpr (kFirst < kSteps) add_steps<kN, kFirst, kSteps>(sum, a, b);
+    decode_.fetch_last(fetched);
     decode_.template decode<2>(next[2], fetched);
     decode_.template decode<3>(next[3], fetched);
   }
@@ -351,10 +363,65 @@ class Consumer {
                                                 Ring<Map::kStages>& rank_ring) {
     add_steps<kN, 0, 4>(sum, a, rows_of(Map::kHalves == 2));
     free_part_before(holds);
+    pass_rank(next, early, rank_ring);
+  }
+
+  // Behind a tile's last products: the rank's stages begin here, and `early` the next tile's first
+  // behind them.
+  __device__ __forceinline__ void pass_rank(Operand& next, bool early,
+                                            Ring<Map::kStages>& rank_ring) {
     rank_ring = ring_;
     if (!early) return;
     ring_.skip(rank_stages_);
-    fetch_all(next);
+    begin_tile(next);
+  }
+
+  // The same with one operand, even_: half of a part is decoded beside the products of the other.
+  template <int kN>
+  __device__ __forceinline__ void multiply_by_halves(float (&sum)[kN / 2], bool early,
+                                                     Ring<Map::kStages>& rank_ring) {
+    constexpr bool kPairs = Map::kParts == 2;
+    const int parts = Map::kParts * stages_;
+    for (int part = 1;; part += 2) {
+      add_halves<kN, false>(sum, part > 1);
+      if (!kPairs && part == parts) break;
+      begin_part<true>(even_);
+      add_halves<kN, true>(sum, !kPairs);
+      if (part + 1 == parts) break;
+      begin_part<false>(even_);
+    }
+    pass_rank(even_, early, rank_ring);
+  }
+
+  // Of a part that was begun; kOdd: whether its number in its tile is odd.
+  template <int kN, bool kOdd>
+  __device__ __forceinline__ void add_halves(float (&sum)[kN / 2], bool holds) {
+    const uint64_t b = rows_of(kOdd);
+    add_steps<kN, 0, 2>(sum, even_, b);
+    free_part_before(holds);
+    decode_.fetch_last(fetched_);
+    decode_.template decode<2>(even_[2], fetched_);
+    decode_.template decode<3>(even_[3], fetched_);
+    add_steps<kN, 2, 4>(sum, even_, b);
+    sm90::products_wait<1>();
+  }
+
+  // What a part's products begin with: its first half, or all of it.
+  template <bool kOdd>
+  __device__ __forceinline__ void begin_part(Operand& a) {
+    fetch<kOdd>(fetched_);
+    decode_.template decode<0>(a[0], fetched_);
+    decode_.template decode<1>(a[1], fetched_);
+    if constexpr (kByHalves) return;
+    decode_.fetch_last(fetched_);
+    decode_.template decode<2>(a[2], fetched_);
+    decode_.template decode<3>(a[3], fetched_);
+  }
+
+  // A tile begins with a group of scales of its own.
+  __device__ __forceinline__ void begin_tile(Operand& a) {
+    scales_ = 0;
+    begin_part<false>(a);
   }
 
   // The rows of x of the part that was decoded last; `second` of two halves.
@@ -367,11 +434,30 @@ class Consumer {
   __device__ __forceinline__ void add_steps(float (&sum)[kN / 2], const Operand& a, uint64_t b) {
     using namespace sm90;
     products_begin();
+    by_least<kN>([&](auto width) {
 #pragma unroll
-    for (int step = kFirst; step < kEnd; ++step) {
-      DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
-    }
+      for (int step = kFirst; step < kEnd; ++step) {
+        add<width>(sum, a[step], b + descriptor_offset<false>(0, step));
+      }
+    });
     products_commit();
+  }
+
+  template <int kN, int kAll>
+  static __device__ __forceinline__ void add(float (&sum)[kAll], const uint32_t (&a)[4],
+                                             uint64_t b) {
+    sm90::DecodedProduct<kN>::add(reinterpret_cast<float (&)[kN / 2]>(sum), a, b);
+  }
+
+  // Of a low tile by the narrowest instruction that holds its rows: a branch inside of the loop, as
+  // loops with sums of their own do not fit into the registers (ptxas serialises the products).
+  template <int kN, typename Work>
+  __device__ __forceinline__ void by_least(const Work& work) const {
+    if constexpr (kLow) {
+      first_width<Widths>(rows_, work);
+    } else {
+      work(std::integral_constant<int, kN>{});
+    }
   }
 
   // When all products but the group handed on last have ended, the operand of the part before is
@@ -385,7 +471,7 @@ class Consumer {
   // What the left operand of the next part is decoded from, of the stage that the ring has come to
   // or, the second of a pair, of the last one; kOdd: whether the part's number in its tile is odd.
   template <bool kOdd>
-  __device__ __forceinline__ void fetch(Fetched& fetched, bool begins = false) {
+  __device__ __forceinline__ void fetch(Fetched& fetched) {
     constexpr bool kSecond = Map::kParts == 2 && kOdd;
     if constexpr (!kSecond) {
       sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
@@ -395,31 +481,21 @@ class Consumer {
     }
     const uint32_t packed = at_.packed(slot_, kBoxes == 2 && kSecond);
     if constexpr (kGrouped<kAlong, kFormat>) {
-      decode_.template fetch<kOdd>(fetched, packed, next_of_group(begins));
+      decode_.template fetch<kOdd>(fetched, packed, next_of_group());
     } else {
       decode_.template fetch<kOdd>(fetched, packed, at_.scales(slot_, kSecond));
     }
   }
 
-  // Where the next part's scales lie in its group; a tile begins with a group of its own.
-  __device__ __forceinline__ uint32_t next_of_group(bool begins) {
-    if (begins || scales_ % (4 * kGroupParts) == 0) {
+  // Where the next part's scales lie in its group.
+  __device__ __forceinline__ uint32_t next_of_group() {
+    if (scales_ % (4 * kGroupParts) == 0) {
       scales_ = at_.scales(group_, 0);
       group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
     }
     const uint32_t found = scales_;
     scales_ += 4;
     return found;
-  }
-
-  // Of a tile's first part.
-  __device__ __forceinline__ void fetch_all(Operand& a) {
-    Fetched fetched;
-    fetch<false>(fetched, true);
-    decode_.template decode<0>(a[0], fetched);
-    decode_.template decode<1>(a[1], fetched);
-    decode_.template decode<2>(a[2], fetched);
-    decode_.template decode<3>(a[3], fetched);
   }
 
   // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. Where
@@ -469,7 +545,7 @@ class Consumer {
     using namespace sm90;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
-      if (k == 0 && !kFew) {
+      if (k == 0 && !kLow) {
         factor.first(a[0]);
       } else {
         factor(a[0], k);
@@ -483,13 +559,14 @@ class Consumer {
       see_copies();
       const uint64_t b = rows_start_ + ring.slot * (Map::kRowBytes / 16);
       products_begin();
-      DecodedProduct<kN>::add(sum, a[0], b + descriptor_offset<false>(0, 0));
-      if (!few) {
+      by_least<kN>([&](auto width) {
+        add<width>(sum, a[0], b + descriptor_offset<false>(0, 0));
+        if (few) return;
 #pragma unroll
         for (int step = 1; step < kSteps; ++step) {
-          DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
+          add<width>(sum, a[step], b + descriptor_offset<false>(0, step));
         }
-      }
+      });
       products_commit();
       products_wait<0>();
       release(before_);
@@ -552,11 +629,13 @@ class Consumer {
   const uint64_t rows_start_;
   const Source decode_;
   Ring<Map::kStages> ring_;  // the next stage to be decoded
+  int rows_ = 0;             // of the tile
   uint32_t slot_ = 0;        // of the stage that was decoded last
   uint32_t before_ = 0;      // of the stage that was multiplied last
   uint32_t scales_ = 0;      // where the next part's lie, if its group goes on
   int group_ = 0;            // the next one's place
   Operand even_, odd_;       // decoded parts, in turns; a tile begins with even_
+  Fetched fetched_;          // of the part that was begun by its first half
 };
 
 // Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
@@ -628,12 +707,12 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   if (thread == 0) starts[p.experts] = before;
 }
 
-template <bool kAlong, Format kFormat, bool kActivates, bool kFew>
-__global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kFew>::kBlocks))
+template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
+__global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kRows>::kBlocks))
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  using Map = SharedMap<kAlong, kFormat, kFew>;
+  using Map = SharedMap<kAlong, kFormat, kRows>;
   const Map at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
@@ -651,10 +730,10 @@ __global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kFew>::k
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<Map::kLoaderRegisters>();
-    Loader<kAlong, kFormat, kFew>(p, at).run();
+    Loader<kAlong, kFormat, kRows>(p, at).run();
   } else {
     take_registers<Map::kConsumerRegisters>();
-    Consumer<kAlong, kFormat, kActivates, kFew>(p, at, warpgroup - 1).run();
+    Consumer<kAlong, kFormat, kActivates, kRows>(p, at, warpgroup - 1).run();
   }
 }
 

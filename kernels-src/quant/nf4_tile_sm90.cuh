@@ -5,7 +5,7 @@
 //                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
-// takes its left operand. Rows are its N, up to 256 (FP8: 144; few: 48), so that few experts have
+// takes its left operand. Rows are its N, up to 256 (FP8: 144), so that few experts have
 // more than one tile and a weight is decoded about once. Decoding of a step overlaps with the
 // products of the step before.
 //
@@ -35,34 +35,43 @@ constexpr int kHeightStep = 16;                         // of the instructions' 
 constexpr int kDepth = sm90::kBlockSide;                // of the sum, per stage
 constexpr int kSteps = kDepth / sm90::kInstructionDepth;
 constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
-constexpr int kFewTokens = 48;     // of a tile where experts have few rows
 constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memory
+
+// How many an expert has on average. The bits of the result do not depend on it.
+enum class Rows { kFew, kSome, kMany };
 
 // What depends on the format and on how many rows experts have. A consumer of FP8 takes 64 columns
 // of each of two boxes, decoding one beside the products of the other: rows of x are read and
 // stages waited for half as often, and the sums of fewer rows leave the registers for it. Where
-// experts have few rows a stage is a chain of latencies, from its bytes to its products, that one
+// experts have fewer rows a stage is a chain of latencies, from its bytes to its products, that one
 // block does not fill the time of: tiles are lower and two blocks share a multiprocessor. Along, a
 // stage is twice as deep there, since TMA copies line by line.
-template <bool kAlong, Format kFormat, bool kFew>
+template <bool kAlong, Format kFormat, Rows kRows>
 struct TileShape {
   static constexpr bool kWide = kFormat == Format::kFp8;
-  static_assert(!(kWide && kFew));
-  static constexpr int kBlocks = kFew ? 2 : 1;  // per multiprocessor
+  static constexpr bool kLow = kRows != Rows::kMany;
+  static_assert(!(kWide && kLow));
+  static constexpr int kBlocks = kLow ? 2 : 1;  // per multiprocessor
   static constexpr int kBoxes = kWide ? 2 : 1;
-  static constexpr int kHalves = kFew && kAlong ? 2 : 1;  // of kDepth each
+  static constexpr int kHalves = kLow && kAlong ? 2 : 1;  // of kDepth each
   static constexpr int kParts = kBoxes * kHalves;         // of a stage, decoded one by one
   static constexpr int kStageDepth = kHalves * kDepth;
   static constexpr int kColumns = kBoxes * kBoxColumns;
-  static constexpr int kTokens = kFew ? kFewTokens : kWide ? 144 : 256;  // most rows
+  static constexpr int kTokens = kRows == Rows::kFew    ? 48
+                                 : kRows == Rows::kSome ? 80
+                                 : kWide                ? 144
+                                                        : 256;  // most rows
   static constexpr int kHeightClasses = kTokens / kHeightStep + 1;
-  static constexpr int kStages = kFew ? 8 / kHalves : kWide ? 6 : 5;
+  static constexpr int kStages = kRows == Rows::kFew    ? 8 / kHalves
+                                 : kRows == Rows::kSome ? 6 / kHalves
+                                 : kWide                ? 6
+                                                        : 5;
   static constexpr int kHalfBytes = kTokens * sm90::kLineBytes;  // of x
   static constexpr int kRowBytes = kHalves * kHalfBytes;         // per stage
   // Of the 168 * 384 that the kernel starts with, or 80 * 384
-  static constexpr int kLoaderRegisters = kFew ? 32 : kWide ? 40 : 56;
-  static constexpr int kConsumerRegisters = kFew ? 104 : kWide ? 232 : 224;
-  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == (kFew ? 240 : 504));
+  static constexpr int kLoaderRegisters = kLow ? 32 : kWide ? 40 : 56;
+  static constexpr int kConsumerRegisters = kLow ? 104 : kWide ? 232 : 224;
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == (kLow ? 240 : 504));
 };
 
 template <Format kFormat>
@@ -72,6 +81,11 @@ constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
 // Words of scales of a part. Along: one per column; across: kDepth per consumer.
 constexpr int kScaleBytes = 4 * kBoxColumns;
 static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+// Across, lane i of four reads the scales of rows 2 i and 2 i + 1 of each 8, of 16 rows at a time:
+// where in its part the scale of a row lies.
+__device__ __forceinline__ int place_across(int row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
 // Four-bit scales along come for 4 parts of the sum at once: a copy of 16 bytes occupies shared
 // memory no longer than one of 4, as the lines of a warp's columns lie apart.
 constexpr int kGroupParts = 4;
@@ -84,9 +98,9 @@ constexpr int kWriters = kWarpgroup + 1;
 constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
-template <bool kAlong, Format kFormat, bool kFew>
-struct SharedMap : TileShape<kAlong, kFormat, kFew> {
-  using Shape = TileShape<kAlong, kFormat, kFew>;
+template <bool kAlong, Format kFormat, Rows kRows>
+struct SharedMap : TileShape<kAlong, kFormat, kRows> {
+  using Shape = TileShape<kAlong, kFormat, kRows>;
   using Shape::kParts, Shape::kRowBytes, Shape::kStages;
 
   static constexpr int kAlignment = sm90::kGroupBytes;
@@ -148,13 +162,17 @@ struct SharedMap : TileShape<kAlong, kFormat, kFew> {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap<true, Format::kFp8, false>::kBytes <= 227 * 1024 &&
-              SharedMap<true, Format::kFourBit, false>::kBytes <= 227 * 1024);
-static_assert(2 * (SharedMap<true, Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024 &&
-              2 * (SharedMap<false, Format::kFourBit, true>::kBytes + 1024) <= 228 * 1024);
-static_assert(TileShape<true, Format::kFp8, false>::kHalfBytes % 1024 == 0 &&
-              TileShape<true, Format::kFourBit, true>::kHalfBytes % 1024 == 0 &&
-              kBoxBytes<Format::kFourBit> % 1024 == 0);
+template <bool kAlong, Format kFormat, Rows kRows>
+constexpr bool kFits =
+    SharedMap<kAlong, kFormat, kRows>::kBlocks *
+            (SharedMap<kAlong, kFormat, kRows>::kBytes + 1024) <=
+        228 * 1024 &&
+    TileShape<kAlong, kFormat, kRows>::kHalfBytes % 1024 == 0 && kBoxBytes<kFormat> % 1024 == 0;
+static_assert(kFits<true, Format::kFp8, Rows::kMany> && kFits<true, Format::kFourBit, Rows::kMany>);
+static_assert(kFits<true, Format::kFourBit, Rows::kSome> &&
+              kFits<false, Format::kFourBit, Rows::kSome>);
+static_assert(kFits<true, Format::kFourBit, Rows::kFew> &&
+              kFits<false, Format::kFourBit, Rows::kFew>);
 
 struct Arguments {
   // (E, N, bytes), boxes of 128 rows x 64 of K (along; few 128) or 64 rows x 128 of K

@@ -22,9 +22,6 @@ HOPPER = (9, 0)  # the one capability that has wgmma and runs code for 9.0a
 # Of the other CUDA kernels, as "8.0+PTX" in build.toml says, and of Triton's: below it Triton uses
 # no tensor cores, its products spill kilobytes per thread and take minutes to compile.
 LEAST = (8, 0)
-# `launch_plan` makes CUDA graphs with programmatic edges (kernels-src/launch/launch_graph.h), which
-# drivers before CUDA 12.3 do not know.
-PLAN_DRIVER = 12030
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +119,7 @@ def is_hopper(device: torch.device) -> bool:
 
 def has_compiled(op: str, key: str) -> bool:
     """Whether the loaded library implements an op for a dispatch key, "CUDA" or "CPU"."""
-    if op == "launch_plan" and (driver := _cuda_driver()) < PLAN_DRIVER:
-        say_once(
-            "layers of experts launch their kernels from Python in every call, which takes the "
-            "host longer: the driver is of CUDA %d.%d, and 12.3 is needed",
-            *(driver // 1000, driver % 1000 // 10),
-        )
-        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(op), key)
-
-
-def _cuda_driver() -> int:
-    """The CUDA version of the driver, as 12030; without a GPU that of no old one."""
-    return torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else PLAN_DRIVER
 
 
 def has_triton() -> bool:
