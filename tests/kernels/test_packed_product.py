@@ -145,7 +145,10 @@ def test_it_activates_where_it_is_taken_and_a_tile_has_two_boxes(
 # (2026-11-22-nf4-products.md, 2026-11-28-tiles-of-few-rows.md).
 MEASURED = {
     "Qwen3.5 gate_up": ({}, 64, 2048, True),
-    "Qwen3.5 down": ({}, 64, 512, False),
+    "Qwen3.5 down": ({}, 64, 512, True),
+    "more rows of that": ({}, 65, 512, False),
+    "nested, of that": ({"nested": True}, 64, 512, False),
+    "no stage's depth": ({}, 64, 448, False),
     "Qwen3 down, backward": ({}, 128, 2048, True),
     "Mixtral down, backward": ({}, 512, 4096, True),
     "more rows than measured": ({}, 513, 2048, False),

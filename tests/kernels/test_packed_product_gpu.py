@@ -28,8 +28,10 @@ EDGES = (
 )
 
 
-# By tiles of few rows, at most 48: 24 rows per expert, some of which have several tiles
-FEW = (0, 1, 47, 48, 49, 96, 97, 145, *(0,) * 12)
+# By tiles of few rows, at most 48, or of some, at most 80: means of 23 and 47 rows per expert, of
+# which several have more than one tile
+FEW = (0, 1, 16, 17, 47, 48, 49, 96, 97, 145, *(0,) * 12)
+SOME = (0, 1, 48, 49, 64, 65, 80, 81, 160, 161, 241, *(0,) * 9)
 
 
 @pytest.fixture(scope="session")
@@ -242,12 +244,13 @@ def test_is_exact(verify, kind, rank, along, fan, grouped_out):
 
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("rank", (0, 16, 72))
+@pytest.mark.parametrize("rows", (FEW, SOME), ids=("few", "some"))
 @pytest.mark.parametrize("kind", ("nf4", "mxfp4"))
-def test_tiles_of_few_rows_are_exact(verify, kind, rank, along):
+def test_low_tiles_are_exact(verify, kind, rows, rank, along):
     for index, (n, k, blocksize) in enumerate(SIZES):
         place = {"fan": index % 4, "grouped_out": index % 2 == 0, "blocksize": blocksize}
         extras = {"bias": index % 3 == 0, "gated": index % 2 == 1, "sentinels": index % 4 * 5}
-        verify(KINDS[kind](FEW, n, k, along, rank, **place, **extras))
+        verify(KINDS[kind](rows, n, k, along, rank, **place, **extras))
 
 
 @pytest.mark.parametrize("along", (True, False))
@@ -431,7 +434,7 @@ def test_bits_of_a_row_depend_on_that_row(module, submodule, device, along):
     first = run(module, **arguments)
     for _ in range(20):
         assert_same_bits(run(module, **arguments), first)
-    for half in (1, 17, 64, 65, 81, 97, 128, 129, 145, 161, 177, 200, 241, 257, 290, 299):
+    for half in (1, 16, 17, 33, 49, 64, 65, 81, 97, 128, 129, 145, 161, 177, 200, 241, 257, 290, 299):
         part = {**arguments, "offsets": torch.tensor([0, half, 2 * half], device=device)}
         for name in ("x", "low", "slots"):
             part[name] = arguments[name][: 2 * half]

@@ -38,6 +38,9 @@ MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 # that must be made plain first.
 LEAST_ROWS, LEAST_ROWS_OF_FEW, MOST_ROWS = 64, 1, 512
 LEAST_DEPTH = 768
+# Of formats with tiles of few rows, up to a mean of so many (kSomeRows): two blocks share a
+# multiprocessor there, and one multiplies while the other one writes.
+MOST_LOW_ROWS, LEAST_DEPTH_OF_LOW = 64, 512
 _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
@@ -226,14 +229,14 @@ def activates(x: Tensor, stack: PackedStack, activation: str, interleaved: bool)
 def pays(mean_rows: float, depth: int, least_rows: int) -> bool:
     """Whether it takes less time than Triton's product: a rule from times on one H200.
 
-    Means of 33 to 63 rows lie between what was timed.
-
     Args:
         mean_rows: Of an expert.
         depth: Of the sum: a tile's sums are written while nothing is multiplied.
         least_rows: From how many on, of the format.
     """
-    return least_rows <= mean_rows <= MOST_ROWS and depth >= LEAST_DEPTH
+    low = least_rows == LEAST_ROWS_OF_FEW and mean_rows <= MOST_LOW_ROWS
+    least_depth = LEAST_DEPTH_OF_LOW if low else LEAST_DEPTH
+    return least_rows <= mean_rows <= MOST_ROWS and depth >= least_depth
 
 
 def prefer_compiled(
