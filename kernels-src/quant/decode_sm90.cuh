@@ -58,14 +58,14 @@ __device__ __forceinline__ uint2 load_words(uint32_t address) {
 // The bytes of a part of a stage that a thread needs. `load` asks shared memory for them, or for
 // the first two steps', and `load_last` for what is missing; `arrange` exchanges them between
 // lanes, behind the loads of scales.
-template <bool kAlong, int kElements, int kHalves>  // elements per byte; halves in a line
+template <bool kAlong, int kElements, int kLineBytes>  // elements per byte
 class StageBytes;
 
 // A line of a stage is a stored row with 32 bytes of the sum or twice as many, swizzled by as many
 // bytes. Lane i of four needs byte i of every word of its two columns; each loads whole words, as
 // four lanes that read the same ones take no longer.
-template <int kHalves>
-class StageBytes<true, 2, kHalves> {
+template <int kLineBytes>
+class StageBytes<true, 2, kLineBytes> {
  public:
   struct Fetched {
     uint4 of[2];  // 32 of the sum of each column
@@ -75,7 +75,7 @@ class StageBytes<true, 2, kHalves> {
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int line = consumer * kPartColumns + pair_column<true, 2>(warp, lane / 4);
-    const int swizzle = kHalves == 1 ? line / 4 % 2 : line / 2 % 4;  // of the next line, too
+    const int swizzle = kLineBytes == 32 ? line / 4 % 2 : line / 2 % 4;  // of the next line, too
     from_ = line * kLineBytes + swizzle * 16;
   }
 
@@ -93,8 +93,6 @@ class StageBytes<true, 2, kHalves> {
   }
 
  private:
-  static constexpr int kLineBytes = kHalves * kDepth / 2;
-
   static __device__ __forceinline__ void load_both(Fetched& to, uint32_t from) {
     to.of[0] = load_four_words(from);
     to.of[1] = load_four_words(from + kLineBytes);
@@ -115,23 +113,27 @@ __device__ __forceinline__ void load_rows(uint32_t (&to)[8], uint32_t from) {
   }
 }
 
-// A line of a stage is a stored row, one of the sum, with 64 bytes of columns, swizzled by 64
-// bytes. ldmatrix transposes two bytes at a time: a lane gets two bytes of two stored rows, of
-// which its warp takes one and the neighbouring warp the other.
-template <>
-class StageBytes<false, 2, 1> {
+// A line of a stage is a stored row, one of the sum, with 64 bytes of all columns or 32 of a
+// consumer's, swizzled by as many bytes. ldmatrix transposes two bytes at a time: a lane gets two
+// bytes of two stored rows, of which its warp takes one and the neighbouring warp the other.
+template <int kLineBytes>
+class StageBytes<false, 2, kLineBytes> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-    const int chunk = consumer * (kPartColumns / 32) + warp / 2;
-    from_ = lane * (kBoxColumns / 2) + (chunk ^ lane / 2 % 4) * 16;
+    if constexpr (kLineBytes == 32) {
+      from_ = consumer * (kDepth * kLineBytes) + lane * kLineBytes + (warp / 2 ^ lane / 4 % 2) * 16;
+    } else {
+      const int chunk = consumer * (kPartColumns / 32) + warp / 2;
+      from_ = lane * kLineBytes + (chunk ^ lane / 2 % 4) * 16;
+    }
     shift_ = warp % 2 * 8;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
-    load_rows<kBoxColumns / 2>(to, stage + from_);
+    load_rows<kLineBytes>(to, stage + from_);
   }
   __device__ __forceinline__ void load_last(Fetched&) const {}
   __device__ __forceinline__ void arrange(Fetched&) const {}
@@ -146,7 +148,7 @@ class StageBytes<false, 2, 1> {
 // A line of a stage is a stored row with 64 bytes of the sum, swizzled by 64 bytes. ldmatrix gives
 // lane i of four the bytes 4 i to 4 i + 3 of 16, wgmma wants the pairs i and i + 4 of 8 of these.
 template <>
-class StageBytes<true, 1, 1> {
+class StageBytes<true, 1, kDepth> {
  public:
   using Fetched = uint32_t[8];  // of two neighbouring columns: 16 of the sum, then the column
 
@@ -203,18 +205,18 @@ class StageBytes<true, 1, 1> {
 // A line of a stage is a stored row, one of the sum, with 128 bytes of columns, swizzled by 128
 // bytes. ldmatrix transposes two bytes at a time: a lane gets its two columns of two stored rows.
 template <>
-class StageBytes<false, 1, 1> {
+class StageBytes<false, 1, 2 * kPartColumns> {
  public:
   using Fetched = uint32_t[8];  // of 8 of the sum each
 
   __device__ __forceinline__ explicit StageBytes(int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int chunk = consumer * (kPartColumns / 16) + warp;
-    from_ = lane * kBoxColumns + (chunk ^ lane % 8) * 16;
+    from_ = lane * (2 * kPartColumns) + (chunk ^ lane % 8) * 16;
   }
 
   __device__ __forceinline__ void load(Fetched& to, uint32_t stage, int /*half*/) const {
-    load_rows<kBoxColumns>(to, stage + from_);
+    load_rows<2 * kPartColumns>(to, stage + from_);
   }
   __device__ __forceinline__ void load_last(Fetched&) const {}
   __device__ __forceinline__ void arrange(Fetched&) const {}
@@ -445,11 +447,12 @@ class Values<Format::kFp8> {
   }
 };
 
-template <bool kAlong, Format kFormat, int kHalves>
+template <bool kAlong, Format kFormat, typename Map>
 class Decoder {
  private:
   static constexpr int kElements = kPerByte<kFormat>;
-  using Bytes = StageBytes<kAlong, kElements, kHalves>;
+  using Bytes =
+      StageBytes<kAlong, kElements, (kAlong ? Map::kStageDepth : Map::kCopyColumns) / kElements>;
   using Floats = std::conditional_t<kGrouped<kAlong, kFormat>, GroupScales, FloatScales<kAlong>>;
   using Scales = std::conditional_t<kFormat == Format::kMxfp4, PowerScales<kAlong>, Floats>;
 
@@ -466,7 +469,7 @@ class Decoder {
   // is odd, which half of its lines it has then.
   template <bool kOdd>
   __device__ __forceinline__ void fetch(Fetched& to, uint32_t packed, uint32_t scales) const {
-    bytes_.load(to.bytes, packed, kHalves == 2 && kOdd);
+    bytes_.load(to.bytes, packed, Map::kHalves == 2 && kOdd);
     scales_.template fetch<kOdd>(to.scales, scales);
     bytes_.arrange(to.bytes);
   }

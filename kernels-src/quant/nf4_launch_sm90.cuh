@@ -11,35 +11,36 @@
 
 namespace optimizer::nf4_product {
 
-// The stack's bytes, in boxes of a stage: lines of 32 bytes along, of 64 across; twice that of FP8,
-// and of a deep stage along.
-inline CUtensorMap packed_map(const Problem& p, int stage_depth) {
+// The stack's bytes, in boxes of a stage, whose lines are swizzled by their length: 32 bytes along,
+// 64 across; twice that of FP8, and of a deep stage along, and half where a consumer has a box of
+// its own across.
+inline CUtensorMap packed_map(const Problem& p, int stage_depth, int columns) {
   const auto row_bytes = static_cast<cuuint64_t>(p.row_bytes());
   const auto lines = static_cast<cuuint64_t>(p.n);
   const cuuint64_t dims[] = {row_bytes, lines, static_cast<cuuint64_t>(p.experts)};
   const cuuint64_t strides[] = {row_bytes, row_bytes * lines};
-  const bool bytes = p.format == Format::kFp8, twice = bytes || stage_depth > kDepth;
-  const cuuint32_t per_byte = bytes ? 1 : 2;
-  const cuuint32_t along[] = {stage_depth / per_byte, kBoxColumns, 1};
-  const cuuint32_t across[] = {kBoxColumns / per_byte, kDepth, 1};
-  const auto narrow = twice ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
-  const auto wide = bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  const cuuint32_t per_byte = p.format == Format::kFp8 ? 1 : 2;
+  const cuuint32_t line = (p.along ? stage_depth : columns) / per_byte;
+  const cuuint32_t box[] = {line, static_cast<cuuint32_t>(p.along ? columns : kDepth), 1};
+  const auto swizzle = line == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+                       : line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                    : CU_TENSOR_MAP_SWIZZLE_128B;
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result = sm90::map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(p.packed), dims, strides,
-      p.along ? along : across, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, p.along ? narrow : wide,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      sm90::map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(p.packed),
+                          dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ",
                   static_cast<int>(result), " for ", p.experts, " x ", p.n, " x ", p.row_bytes(),
                   " bytes");
   return map;
 }
 
-// tile_columns: of both boxes, where a tile has two.
-inline Arguments arguments_of(const Problem& p, int tile_columns, int stage_depth) {
+template <typename Map>
+Arguments arguments_of(const Problem& p) {
   Arguments args{};
-  args.packed = packed_map(p, stage_depth);
+  args.packed = packed_map(p, Map::kStageDepth, Map::kCopyColumns);
   args.absmax = p.absmax;
   args.codebook = p.codebook;
   args.x = static_cast<const char*>(p.x);
@@ -65,12 +66,12 @@ inline Arguments arguments_of(const Problem& p, int tile_columns, int stage_dept
   args.columns = static_cast<int>(p.columns());
   args.rank = static_cast<int>(p.rank);
   args.fan = static_cast<int>(p.fan);
-  args.tile_columns = tile_columns;
-  args.box_columns = kBoxColumns;
+  args.tile_columns = Map::kColumns;  // of both boxes, where a tile has two
+  args.box_columns = Map::kBoxColumns;
   int width = args.columns;
   if (p.activated != nullptr) {  // the second box holds the columns that the first's go with
     width = args.box_columns = args.columns / 2;
-    args.tile_columns = kBoxColumns;
+    args.tile_columns = Map::kBoxColumns;
   }
   args.column_blocks = (width + args.tile_columns - 1) / args.tile_columns;
   args.scatter = p.scatter;
@@ -95,14 +96,15 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
   return count;
 }
 
-// Mean rows per expert that are few, or some.
+// Mean rows per expert that are few, some or many.
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kSomeRows = 64;
+constexpr int64_t kManyRows = 300;
 
 template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
 void launch(const Problem& p, int device, const Launcher& launcher) {
   using Map = SharedMap<kAlong, kFormat, kRows>;
-  Arguments args = arguments_of(p, Map::kColumns, Map::kStageDepth);
+  Arguments args = arguments_of<Map>(p);
   const auto kernel = nf4_product_kernel<kAlong, kFormat, kActivates, kRows>;
   constexpr int kShared = Map::kBytes;
   static std::array<std::atomic<int>, 64> known{};
@@ -111,7 +113,8 @@ void launch(const Problem& p, int device, const Launcher& launcher) {
   const int64_t most = (p.rows / Map::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   const auto blocks = static_cast<unsigned>(std::min(most, processors * Map::kBlocks));
-  launcher({reinterpret_cast<const void*>(kernel), blocks, kThreads, kShared, &args, sizeof(args)});
+  launcher(
+      {reinterpret_cast<const void*>(kernel), blocks, Map::kThreads, kShared, &args, sizeof(args)});
 }
 
 template <Format kFormat, Rows kRows>
@@ -124,13 +127,16 @@ template <Format kFormat>
 void run_format(const Problem& p, int device, const Launcher& launcher) {
   if constexpr (kFormat == Format::kFp8) {
     if (p.activated != nullptr)
-      return launch<true, kFormat, true, Rows::kMany>(p, device, launcher);
+      return launch<true, kFormat, true, Rows::kMost>(p, device, launcher);
   } else if (p.rows <= kFewRows * p.experts) {
     return launch<kFormat, Rows::kFew>(p, device, launcher);
   } else if (p.rows <= kSomeRows * p.experts) {
     return launch<kFormat, Rows::kSome>(p, device, launcher);
   }
-  return launch<kFormat, Rows::kMany>(p, device, launcher);
+  if constexpr (kFormat == Format::kFourBit) {
+    if (p.rows <= kManyRows * p.experts) return launch<kFormat, Rows::kMany>(p, device, launcher);
+  }
+  return launch<kFormat, Rows::kMost>(p, device, launcher);
 }
 
 }  // namespace optimizer::nf4_product

@@ -56,11 +56,11 @@ class ScaleSource {
   const int row_;
 };
 
-// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale t
-// of a part, or of the four of a group; thread 0 also asks for the packed bytes. What a thread's
-// copies of a tile have in common is computed once per tile: with addresses computed for each copy
-// the loader, not the tensor cores, set the pace. Lines behind a tile's rows, up to a multiple of
-// 16, hold its last row again: a row of the product depends on its own line alone.
+// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scales
+// t and t + 128 of a part, or of the four of a group; thread 0 also asks for the packed bytes. What
+// a thread's copies of a tile have in common is computed once per tile: with addresses computed for
+// each copy the loader, not the tensor cores, set the pace. Lines behind a tile's rows, up to a
+// multiple of 16, hold its last row again: a row of the product depends on its own line alone.
 template <bool kAlong, Format kFormat, Rows kRows>
 class Loader {
  public:
@@ -140,6 +140,10 @@ class Loader {
     const int to_last = Map::kBoxes == 1 ? 0 : p_.box_columns;
     const ScaleSource<kAlong, kFormat> last_scales(p_, here.expert, row + (kAlong ? to_last : 0),
                                                    column + (kAlong ? 0 : to_last));
+    const bool has_third = Map::kConsumers == 3 && thread_ < kPartColumns;
+    const int third_row = row + (kAlong ? kWarpgroup : 0),
+              third_column = column + (kAlong ? 0 : kWarpgroup);
+    const ScaleSource<kAlong, kFormat> third_scales(p_, here.expert, third_row, third_column);
     for (int k = 0; k < p_.depth; k += Map::kStageDepth) {
       const uint32_t full = wait_for_empty();
       if (k == 0 && thread_ == 0) {
@@ -147,7 +151,11 @@ class Loader {
       }
       fetch_packed(here, k, full);
       if constexpr (kGrouped<kAlong, kFormat>) {
-        if (k % (kGroupParts * kDepth) == 0) copy_group(scales, k, row < p_.stored_rows);
+        if (k % (kGroupParts * kDepth) == 0) {
+          copy_group(0, scales, k, row < p_.stored_rows);
+          if (has_third) copy_group(kWarpgroup, third_scales, k, third_row < p_.stored_rows);
+          group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+        }
       } else {
 #pragma unroll
         for (int part = 0; part < Map::kParts; ++part) {
@@ -158,6 +166,11 @@ class Loader {
           const auto& source = part % Map::kBoxes == 0 ? scales : last_scales;
           copy_word_async(at_.scales(ring_.slot, part) + scale_place_,
                           inside ? source.at(deep) : p_.absmax, inside);
+        }
+        if (has_third) {
+          const bool inside = row + k < p_.stored_rows && third_column < p_.columns;
+          copy_word_async(at_.scales(ring_.slot, 0) + scale_place_ + 4 * kWarpgroup,
+                          inside ? third_scales.at(k) : p_.absmax, inside);
         }
       }
 #pragma unroll
@@ -187,11 +200,11 @@ class Loader {
     }
   }
 
-  // The scales of this thread's column for 4 parts from k on.
-  __device__ __forceinline__ void copy_group(const ScaleSource<kAlong, kFormat>& source, int k,
-                                             bool inside) {
-    const uint32_t to = at_.scales(group_, 0) + 16 * thread_;
-    group_ = group_ + 1 == Map::kStages ? 0 : group_ + 1;
+  // The scales of this thread's column, or of one `further`, for 4 parts from k on.
+  __device__ __forceinline__ void copy_group(int further,
+                                             const ScaleSource<kAlong, kFormat>& source, int k,
+                                             bool inside) const {
+    const uint32_t to = at_.scales(group_, 0) + 16 * (thread_ + further);
     const int parts = inside ? min(kGroupParts, (p_.depth - k + kDepth - 1) / kDepth) : 0;
     if (whole_groups_) {
       copy_async(to, parts > 0 ? source.at(k) : static_cast<const char*>(p_.absmax), 4 * parts);
@@ -213,12 +226,16 @@ class Loader {
   // decoded there is finite, and meets zeros or is not stored.
   __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
     if (thread_ != 0) return;
-    sm90::barrier_arrive_expecting(full, Map::kParts * kBoxBytes<kFormat>);
+    sm90::barrier_arrive_expecting(full, Map::kParts * Map::kBoxBytes);
 #pragma unroll
     for (int box = 0; box < Map::kBoxes; ++box) {
-      const int column = where.column + box * p_.box_columns;
-      sm90::copy_in(at_.packed(ring_.slot, box), p_.packed, full,
-                    (kAlong ? k : column) / kPerByte<kFormat>, kAlong ? column : k, where.expert);
+#pragma unroll
+      for (int copy = 0; copy < Map::kBoxColumns; copy += Map::kCopyColumns) {
+        const int column = where.column + box * p_.box_columns + copy;
+        sm90::copy_in(at_.packed(ring_.slot, box) + copy * kDepth / kPerByte<kFormat>, p_.packed,
+                      full, (kAlong ? k : column) / kPerByte<kFormat>, kAlong ? column : k,
+                      where.expert);
+      }
     }
   }
 

@@ -143,6 +143,7 @@ __device__ __forceinline__ void write_activated(const Arguments& p, const float 
 }
 
 // Rows of sentinels, behind the experts' rows, are zero.
+template <int kThreads>  // that clear
 __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, int columns,
                                                 int first) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, char* to, in
        row += static_cast<int>(gridDim.x)) {
     const int64_t target = p.scatter ? p.slots[row] : row;
     auto* out = reinterpret_cast<uint32_t*>(to + target * columns * 2);
-    for (int i = thread; i < columns / 2; i += kConsumers * kWarpgroup) out[i] = 0;
+    for (int i = thread; i < columns / 2; i += kThreads) out[i] = 0;
   }
 }
 
@@ -179,7 +180,7 @@ __device__ __forceinline__ void first_width(int rows, const Work& work) {
 // before, whose sums are written meanwhile.
 //
 // A part is decoded beside the products of the part before, in registers of its own. The sums of
-// some rows leave none for that: halves of a part take turns there.
+// some and of many rows leave none for that: halves of a part take turns there.
 template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
 class Consumer {
  public:
@@ -202,7 +203,7 @@ class Consumer {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
-      if constexpr (kLow) {
+      if constexpr (kBranches) {
         process<Map::kTokens>(where, more);
       } else if constexpr (kFormat == Format::kFourBit) {
         process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, Map::kTokens>(where, more);
@@ -213,12 +214,15 @@ class Consumer {
       }
     }
     const int first = at_.offsets()[p_.experts];
-    if (!kActivates || p_.out != nullptr) clear_sentinels(p_, p_.out, p_.columns, first);
-    if constexpr (kActivates) clear_sentinels(p_, p_.activated, p_.columns / 2, first);
+    constexpr int kCleaners = Map::kConsumers * kWarpgroup;
+    if (!kActivates || p_.out != nullptr) {
+      clear_sentinels<kCleaners>(p_, p_.out, p_.columns, first);
+    }
+    if constexpr (kActivates) clear_sentinels<kCleaners>(p_, p_.activated, p_.columns / 2, first);
   }
 
  private:
-  using Source = Decoder<kAlong, kFormat, Map::kHalves>;
+  using Source = Decoder<kAlong, kFormat, Map>;
   using Fetched = typename Source::Fetched;
   using Operand = uint32_t[kSteps][4];
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
@@ -227,9 +231,12 @@ class Consumer {
   static_assert(Map::kStages >= 2 + kRankStagesPassed);
   static constexpr int kBoxes = Map::kBoxes;
   static constexpr bool kLow = Map::kLow;
-  static constexpr bool kByHalves = kRows == Rows::kSome;
-  // Of low tiles
-  using Widths = std::conditional_t<kRows == Rows::kFew, WidthList<16, 48>, WidthList<48, 64, 80>>;
+  static constexpr bool kLoadsEarly = kBoxes == 1 && kRows == Rows::kMost;  // LoRA's factor
+  static constexpr bool kBranches = kRows != Rows::kMost;                   // for the width
+  static constexpr bool kByHalves = kBranches && kRows != Rows::kFew;
+  using Widths = std::conditional_t<kRows == Rows::kFew, WidthList<16, 48>,
+                                    std::conditional_t<kRows == Rows::kSome, WidthList<48, 64, 80>,
+                                                       WidthList<96, 128, 144, 160>>>;
   template <int kN>
   using Sums = float[kBoxes][kN / 2];
 
@@ -255,7 +262,7 @@ class Consumer {
     const int column = where.column + consumer_ * kPartColumns +
                        pair_column<kAlong, kPerByte<kFormat>>(warp, group);
     Factor factor(p_, where, column);
-    if constexpr (kBoxes == 1 && !kLow) factor.load_first();
+    if constexpr (kLoadsEarly) factor.load_first();
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
     Sums<kN> sum = {};
@@ -295,7 +302,7 @@ class Consumer {
       sm90::warpgroup_sync(1 + consumer_);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        write<kN>(sum[box], where, column + box * kBoxColumns);
+        write<kN>(sum[box], where, column + box * Map::kBoxColumns);
       }
     }
     // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
@@ -449,11 +456,12 @@ class Consumer {
     sm90::DecodedProduct<kN>::add(reinterpret_cast<float (&)[kN / 2]>(sum), a, b);
   }
 
-  // Of a low tile by the narrowest instruction that holds its rows: a branch inside of the loop, as
-  // loops with sums of their own do not fit into the registers (ptxas serialises the products).
+  // By the narrowest instruction that holds the tile's rows, but for the tallest tiles: a branch
+  // inside of the loop, as loops with sums of their own do not fit into the registers (ptxas
+  // serialises the products).
   template <int kN, typename Work>
   __device__ __forceinline__ void by_least(const Work& work) const {
-    if constexpr (kLow) {
+    if constexpr (kBranches) {
       first_width<Widths>(rows_, work);
     } else {
       work(std::integral_constant<int, kN>{});
@@ -545,7 +553,7 @@ class Consumer {
     using namespace sm90;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
-      if (k == 0 && !kLow) {
+      if (k == 0 && kLoadsEarly) {
         factor.first(a[0]);
       } else {
         factor(a[0], k);
@@ -687,9 +695,10 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   static_assert(Map::kHeightClasses < 32);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < 32) places[thread] = 0;
-  for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
+  for (int e = thread; e <= p.experts; e += Map::kThreads)
+    offsets[e] = static_cast<int>(p.offsets[e]);
   __syncthreads();
-  for (int e = thread; e < p.experts; e += kThreads) {
+  for (int e = thread; e < p.experts; e += Map::kThreads) {
     atomicAdd(places + height_class<Map>(offsets, e), 1);
   }
   __syncthreads();
@@ -708,7 +717,8 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
 }
 
 template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
-__global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kRows>::kBlocks))
+__global__ void __launch_bounds__((TileShape<kAlong, kFormat, kRows>::kThreads),
+                                  (TileShape<kAlong, kFormat, kRows>::kBlocks))
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
@@ -718,7 +728,7 @@ __global__ void __launch_bounds__(kThreads, (TileShape<kAlong, kFormat, kRows>::
     prefetch_map(p.packed);
     for (int slot = 0; slot < Map::kStages; ++slot) {
       barrier_init(at.full(slot), kWriters);
-      barrier_init(at.empty(slot), kReaders);
+      barrier_init(at.empty(slot), Map::kReaders);
     }
     barrier_init_fence();
     fence_for_copies();

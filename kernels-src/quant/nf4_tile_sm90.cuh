@@ -26,61 +26,65 @@
 
 namespace optimizer::nf4_product {
 
-constexpr int kWarpgroup = 128;  // threads
-constexpr int kConsumers = 2;
-constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kPartColumns = 64;                        // of one consumer
-constexpr int kBoxColumns = kConsumers * kPartColumns;  // of what TMA copies at a time
-constexpr int kHeightStep = 16;                         // of the instructions' N
-constexpr int kDepth = sm90::kBlockSide;                // of the sum, per stage
+constexpr int kWarpgroup = 128;           // threads
+constexpr int kPartColumns = 64;          // of one consumer
+constexpr int kHeightStep = 16;           // of the instructions' N
+constexpr int kDepth = sm90::kBlockSide;  // of the sum, per stage
 constexpr int kSteps = kDepth / sm90::kInstructionDepth;
-constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
+constexpr int kLoaderBarrier = 4;  // 1 to 3 are the consumers', 0 is __syncthreads'
 constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memory
 
 // How many an expert has on average. The bits of the result do not depend on it.
-enum class Rows { kFew, kSome, kMany };
+enum class Rows { kFew, kSome, kMany, kMost };
 
 // What depends on the format and on how many rows experts have. A consumer of FP8 takes 64 columns
 // of each of two boxes, decoding one beside the products of the other: rows of x are read and
 // stages waited for half as often, and the sums of fewer rows leave the registers for it. Where
 // experts have fewer rows a stage is a chain of latencies, from its bytes to its products, that one
 // block does not fill the time of: tiles are lower and two blocks share a multiprocessor. Along, a
-// stage is twice as deep there, since TMA copies line by line.
+// stage is twice as deep there, since TMA copies line by line. Many rows leave registers for three
+// consumers, most rows for two.
 template <bool kAlong, Format kFormat, Rows kRows>
 struct TileShape {
   static constexpr bool kWide = kFormat == Format::kFp8;
-  static constexpr bool kLow = kRows != Rows::kMany;
-  static_assert(!(kWide && kLow));
-  static constexpr int kBlocks = kLow ? 2 : 1;  // per multiprocessor
+  static constexpr bool kLow = kRows == Rows::kFew || kRows == Rows::kSome;
+  static_assert(!kWide || kRows == Rows::kMost);
+  static constexpr int kConsumers = kRows == Rows::kMany ? 3 : 2;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kReaders = kConsumers * kWarpgroup / 32;  // warps that read a stage
+  static constexpr int kBlocks = kLow ? 2 : 1;                   // per multiprocessor
   static constexpr int kBoxes = kWide ? 2 : 1;
   static constexpr int kHalves = kLow && kAlong ? 2 : 1;  // of kDepth each
   static constexpr int kParts = kBoxes * kHalves;         // of a stage, decoded one by one
   static constexpr int kStageDepth = kHalves * kDepth;
+  static constexpr int kBoxColumns = kConsumers * kPartColumns;
   static constexpr int kColumns = kBoxes * kBoxColumns;
+  // Of what TMA copies at a time, of which lines across are powers of two
+  static constexpr int kCopyColumns = !kAlong && kConsumers == 3 ? kPartColumns : kBoxColumns;
   static constexpr int kTokens = kRows == Rows::kFew    ? 48
                                  : kRows == Rows::kSome ? 80
+                                 : kRows == Rows::kMany ? 160
                                  : kWide                ? 144
                                                         : 256;  // most rows
   static constexpr int kHeightClasses = kTokens / kHeightStep + 1;
   static constexpr int kStages = kRows == Rows::kFew    ? 8 / kHalves
                                  : kRows == Rows::kSome ? 6 / kHalves
+                                 : kRows == Rows::kMany ? 7
                                  : kWide                ? 6
                                                         : 5;
   static constexpr int kHalfBytes = kTokens * sm90::kLineBytes;  // of x
   static constexpr int kRowBytes = kHalves * kHalfBytes;         // per stage
-  // Of the 168 * 384 that the kernel starts with, or 80 * 384
-  static constexpr int kLoaderRegisters = kLow ? 32 : kWide ? 40 : 56;
-  static constexpr int kConsumerRegisters = kLow ? 104 : kWide ? 232 : 224;
-  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == (kLow ? 240 : 504));
+  // Of the 168 * 384 that the kernel starts with, 80 * 384, or 128 * 512
+  static constexpr int kLoaderRegisters = kLow ? 32 : kWide || kConsumers == 3 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kLow ? 104 : kConsumers == 3 ? 152 : kWide ? 232 : 224;
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kLow              ? 240
+                                                                       : kConsumers == 3 ? 512
+                                                                                         : 504));
 };
 
 template <Format kFormat>
 constexpr int kPerByte = kFormat == Format::kFp8 ? 1 : 2;  // elements
-template <Format kFormat>
-constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
-// Words of scales of a part. Along: one per column; across: kDepth per consumer.
-constexpr int kScaleBytes = 4 * kBoxColumns;
-static_assert(kBoxColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+static_assert(kPartColumns == kDepth);  // a consumer has as many scales along as across
 // Across, lane i of four reads the scales of rows 2 i and 2 i + 1 of each 8, of 16 rows at a time:
 // where in its part the scale of a row lies.
 __device__ __forceinline__ int place_across(int row) {
@@ -92,21 +96,23 @@ constexpr int kGroupParts = 4;
 template <bool kAlong, Format kFormat>
 constexpr bool kGrouped = kAlong && kFormat == Format::kFourBit;
 
-// The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
-// read it.
+// The loader's threads and the thread that announces TMA's bytes fill a stage.
 constexpr int kWriters = kWarpgroup + 1;
-constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
 template <bool kAlong, Format kFormat, Rows kRows>
 struct SharedMap : TileShape<kAlong, kFormat, kRows> {
   using Shape = TileShape<kAlong, kFormat, kRows>;
-  using Shape::kParts, Shape::kRowBytes, Shape::kStages;
+  using Shape::kBoxColumns, Shape::kConsumers, Shape::kParts, Shape::kRowBytes, Shape::kStages;
+
+  static constexpr int kBoxBytes = kBoxColumns * kDepth / kPerByte<kFormat>;
+  // Words of scales of a part. Along: one per column; across: kDepth per consumer.
+  static constexpr int kScaleBytes = 4 * kBoxColumns;
 
   static constexpr int kAlignment = sm90::kGroupBytes;
   static constexpr uint32_t kTableBytes = 4 * Shape::kTokens;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
-  static constexpr uint32_t kScales = kPacked + kStages * kParts * kBoxBytes<kFormat>;
+  static constexpr uint32_t kScales = kPacked + kStages * kParts * kBoxBytes;
   // Each group has at least one stage, so none is read any more when the stage is filled that
   // begins the group kStages further on.
   static constexpr int kScaleSets = kGrouped<kAlong, kFormat> ? kGroupParts : kParts;  // per stage
@@ -129,7 +135,7 @@ struct SharedMap : TileShape<kAlong, kFormat, kRows> {
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const { return base + slot * kRowBytes; }
   // Of a box; two halves share one, whose lines hold both.
   __device__ __forceinline__ uint32_t packed(uint32_t slot, int box) const {
-    return base + kPacked + (slot * kParts + box) * kBoxBytes<kFormat>;
+    return base + kPacked + (slot * kParts + box) * kBoxBytes;
   }
   // Of a part of a stage; of a group, 16 bytes per column, part 0.
   __device__ __forceinline__ uint32_t scales(uint32_t slot, int part) const {
@@ -162,13 +168,12 @@ struct SharedMap : TileShape<kAlong, kFormat, kRows> {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-template <bool kAlong, Format kFormat, Rows kRows>
-constexpr bool kFits =
-    SharedMap<kAlong, kFormat, kRows>::kBlocks *
-            (SharedMap<kAlong, kFormat, kRows>::kBytes + 1024) <=
-        228 * 1024 &&
-    TileShape<kAlong, kFormat, kRows>::kHalfBytes % 1024 == 0 && kBoxBytes<kFormat> % 1024 == 0;
-static_assert(kFits<true, Format::kFp8, Rows::kMany> && kFits<true, Format::kFourBit, Rows::kMany>);
+template <bool kAlong, Format kFormat, Rows kRows, typename Map = SharedMap<kAlong, kFormat, kRows>>
+constexpr bool kFits = Map::kBlocks * (Map::kBytes + 1024) <= 228 * 1024 &&
+                       Map::kHalfBytes % 1024 == 0 && Map::kBoxBytes % 1024 == 0;
+static_assert(kFits<true, Format::kFp8, Rows::kMost> && kFits<true, Format::kFourBit, Rows::kMost>);
+static_assert(kFits<true, Format::kFourBit, Rows::kMany> &&
+              kFits<false, Format::kFourBit, Rows::kMany>);
 static_assert(kFits<true, Format::kFourBit, Rows::kSome> &&
               kFits<false, Format::kFourBit, Rows::kSome>);
 static_assert(kFits<true, Format::kFourBit, Rows::kFew> &&
