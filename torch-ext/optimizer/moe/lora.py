@@ -78,6 +78,10 @@ class PeftFactors(LoraFactors):
         matrices: Both of them.
     """
 
+    # Not a and b, which are views of their own at every look: Dynamo of torch 2.11 guards on every
+    # field of a frozen dataclass, and takes two views at one address for aliases.
+    __dataclass_fields__ = {"scaling": LoraFactors.__dataclass_fields__["scaling"]}  # noqa: RUF012
+
     def __init__(
         self,
         lora_A: Tensor,
