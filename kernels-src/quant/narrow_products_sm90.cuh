@@ -25,21 +25,6 @@ struct DecodedProduct<16> {
 };
 
 template <>
-struct DecodedProduct<32> {
-  static __device__ __forceinline__ void add(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.eq.b32 p, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n"
-        "}"
-        : SUMS_8(sum, 0), SUMS_8(sum, 8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
 struct DecodedProduct<48> {
   static __device__ __forceinline__ void add(float (&sum)[24], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(

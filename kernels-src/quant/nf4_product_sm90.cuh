@@ -233,6 +233,9 @@ class Consumer {
   static constexpr bool kLow = Map::kLow;
   static constexpr bool kLoadsEarly = kBoxes == 1 && kRows == Rows::kMost;  // LoRA's factor
   static constexpr bool kBranches = kRows != Rows::kMost;                   // for the width
+  // ptxas closes a group at the end of a branch, so one that is closed behind it is empty and no
+  // products are left under way; but across it serialises those by halves if they close inside.
+  static constexpr bool kCommitsInside = kAlong || kRows != Rows::kSome;
   static constexpr bool kByHalves = kBranches && kRows != Rows::kFew;
   using Widths = std::conditional_t<kRows == Rows::kFew, WidthList<16, 48>,
                                     std::conditional_t<kRows == Rows::kSome, WidthList<48, 64, 80>,
@@ -446,8 +449,9 @@ class Consumer {
       for (int step = kFirst; step < kEnd; ++step) {
         add<width>(sum, a[step], b + descriptor_offset<false>(0, step));
       }
+      if constexpr (kCommitsInside) products_commit();
     });
-    products_commit();
+    if constexpr (!kCommitsInside) products_commit();
   }
 
   template <int kN, int kAll>

@@ -256,6 +256,16 @@ def test_tiles_of_other_heights_are_exact(verify, kind, rows, rank, along):
 
 
 @pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("rank", (0, 64, 72))
+@pytest.mark.parametrize("rows", (FEW, SOME), ids=("few", "some"))
+@pytest.mark.parametrize("kind", ("nf4", "mxfp4"))
+def test_blocks_take_several_low_tiles(verify, kind, rows, rank, along):
+    """Some 700 tiles for the 264 blocks of an H200: a tile begins beside the one before."""
+    n, k, blocksize = (5128, 320, 64) if along else (136, 5120, 256)
+    verify(KINDS[kind](rows, n, k, along, rank, 1, False, blocksize=blocksize))
+
+
+@pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("k", (16, 48, 80, 208))
 def test_fp8_rows_end_inside_a_stage(verify, k, along):
     for block in ((128, 128), (1, 0), (32, 64)):
@@ -411,7 +421,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("rows", (32, None))  # per expert: by tiles of few rows and of many
+@pytest.mark.parametrize("rows", (32, 48, None))  # per expert: by tiles of few, some and many rows
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_ends_of_codes_and_scales(module, submodule, device, kind, along, rows):
