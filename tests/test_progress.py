@@ -179,7 +179,7 @@ def test_two_commands_share_the_cases_of_a_file(toy, capsys) -> None:
     [
         ("elementwise", "adamw/65536x1280/float32", 24),
         ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 100),
-        ("quant", "offload/Qwen3-30B-A3B", 56),
+        ("quant", "offload/Qwen3-30B-A3B", 73),
         ("one_gpu", "llama-1B/1gpu/heavy/fsdp2", 7),
         ("orthogonalize", "real/8x8192x2048", 49),
     ],

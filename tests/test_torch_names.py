@@ -1,0 +1,63 @@
+"""Names of torch that the package writes out exist in the torch that runs these tests."""
+
+import ast
+import importlib
+import types
+from pathlib import Path
+
+import pytest
+
+from ._project import PACKAGE, aliases, assert_none, dotted, parse, place
+
+OF_GPUS = frozenset({"torch.distributed.ProcessGroupNCCL"})  # not in a torch for CPUs
+
+
+def is_missing(name: str) -> bool:
+    """Whether a module or class on the way to a dotted name lacks its next part.
+
+    What instances have, no class tells: behind any other value everything is taken to exist.
+    """
+    root, *parts = name.split(".")
+    found = importlib.import_module(root)
+    for part in parts:
+        if not isinstance(found, types.ModuleType | type):
+            return False
+        if not hasattr(found, part):
+            if isinstance(found, type):
+                return True
+            try:
+                importlib.import_module(f"{found.__name__}.{part}")
+            except ImportError:
+                return True
+        found = getattr(found, part)
+    return False
+
+
+def findings(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        tree = parse(path)
+        known = aliases(tree)
+        names = {(name, 1) for name in known.values()}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (name := dotted(node, known)) is not None:
+                names.add((name, node.lineno))
+        found += [
+            f"{place(path, package, line)}: torch has no {name}"
+            for name, line in sorted(names)
+            if name.startswith("torch.") and name not in OF_GPUS and is_missing(name)
+        ]
+    return found
+
+
+def test_every_name_exists() -> None:
+    assert_none(findings(PACKAGE))
+
+
+@pytest.mark.parametrize(
+    "text", ("torch._C._cuda_getDriverVersionOf()", "torch.cuda.Streams", "torch.Tensor.halves")
+)
+def test_a_missing_name_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.py").write_text(f"import torch\n\n\ndef f():\n    return {text}\n")
+    ((found,)) = findings(tmp_path)
+    assert found.startswith("a.py:5: torch has no torch.")
