@@ -230,7 +230,6 @@ class Consumer {
   static constexpr int kRankStagesPassed = 1;
   static_assert(Map::kStages >= 2 + kRankStagesPassed);
   static constexpr int kBoxes = Map::kBoxes;
-  static constexpr bool kLow = Map::kLow;
   static constexpr bool kLoadsEarly = kBoxes == 1 && kRows == Rows::kMost;  // LoRA's factor
   static constexpr bool kBranches = kRows != Rows::kMost;                   // for the width
   // ptxas closes a group at the end of a branch, so one that is closed behind it is empty and no

@@ -1,7 +1,8 @@
 #pragma once
 // Shapes, shared memory and arguments of the product over packed weights on sm_90a.
 //
-//   loader warpgroup   packed weights by TMA, scales and     |  full ->   two consumer warpgroups:
+//   loader warpgroup   packed weights by TMA, scales and     |  full ->   two or three consumer
+//   warpgroups:
 //                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
@@ -49,6 +50,8 @@ struct TileShape {
   static constexpr bool kWide = kFormat == Format::kFp8;
   static constexpr bool kLow = kRows == Rows::kFew || kRows == Rows::kSome;
   static_assert(!kWide || kRows == Rows::kMost);
+  // MXFP4's scales across begin on an even number of 64 columns, which tiles of 192 do not.
+  static_assert(kRows != Rows::kMany || kFormat == Format::kFourBit);
   static constexpr int kConsumers = kRows == Rows::kMany ? 3 : 2;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kReaders = kConsumers * kWarpgroup / 32;  // warps that read a stage
@@ -75,9 +78,9 @@ struct TileShape {
   static constexpr int kHalfBytes = kTokens * sm90::kLineBytes;  // of x
   static constexpr int kRowBytes = kHalves * kHalfBytes;         // per stage
   // Of the 168 * 384 that the kernel starts with, 80 * 384, or 128 * 512
-  static constexpr int kLoaderRegisters = kLow ? 32 : kWide || kConsumers == 3 ? 40 : 56;
+  static constexpr int kLoaderRegisters = kLow ? 32 : kWide ? 40 : 56;
   static constexpr int kConsumerRegisters = kLow ? 104 : kConsumers == 3 ? 152 : kWide ? 232 : 224;
-  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters <= (kLow              ? 240
+  static_assert(kLoaderRegisters + kConsumers * kConsumerRegisters == (kLow              ? 240
                                                                        : kConsumers == 3 ? 512
                                                                                          : 504));
 };
@@ -180,7 +183,8 @@ static_assert(kFits<true, Format::kFourBit, Rows::kFew> &&
               kFits<false, Format::kFourBit, Rows::kFew>);
 
 struct Arguments {
-  // (E, N, bytes), boxes of 128 rows x 64 of K (along; low 128) or 64 rows x 128 of K
+  // (E, N, bytes), boxes of kBoxColumns rows x 64 of K (along; low 128) or 64 rows x kCopyColumns
+  // of K
   CUtensorMap packed;
   const void* absmax;  // scales of blocks
   const float* codebook;

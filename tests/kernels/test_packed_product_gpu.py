@@ -257,10 +257,10 @@ def test_tiles_of_other_heights_are_exact(verify, kind, rows, rank, along):
 
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("rank", (0, 64, 72))
-@pytest.mark.parametrize("rows", (FEW, SOME), ids=("few", "some"))
+@pytest.mark.parametrize("rows", (FEW, SOME, EDGES), ids=("few", "some", "many"))
 @pytest.mark.parametrize("kind", ("nf4", "mxfp4"))
-def test_blocks_take_several_low_tiles(verify, kind, rows, rank, along):
-    """Some 700 tiles for the 264 blocks of an H200: a tile begins beside the one before."""
+def test_blocks_take_several_tiles(verify, kind, rows, rank, along):
+    """700 tiles and more for the 132 or 264 blocks of an H200: one begins beside the one before."""
     n, k, blocksize = (5128, 320, 64) if along else (136, 5120, 256)
     verify(KINDS[kind](rows, n, k, along, rank, 1, False, blocksize=blocksize))
 
@@ -421,7 +421,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("rows", (32, 48, None))  # per expert: by tiles of few, some and many rows
+@pytest.mark.parametrize("rows", (32, 64, None))  # per expert: by tiles of few, some and many rows
 @pytest.mark.parametrize("along", (True, False))
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_ends_of_codes_and_scales(module, submodule, device, kind, along, rows):
