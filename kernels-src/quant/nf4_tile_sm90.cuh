@@ -175,7 +175,7 @@ static_assert(kFits<true, Format::kFourBit, Rows::kFew> &&
               kFits<false, Format::kFourBit, Rows::kFew>);
 
 struct Arguments {
-  // (E, N, bytes), boxes of 128 rows x 64 of K (along; few 128) or 64 rows x 128 of K
+  // (E, N, bytes), boxes of 128 rows x 64 of K (along; low 128) or 64 rows x 128 of K
   CUtensorMap packed;
   const void* absmax;  // scales of blocks
   const float* codebook;
