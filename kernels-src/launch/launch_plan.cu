@@ -3,6 +3,7 @@
 // handles here, asked once for what is read of them: torch::stable::Tensor takes a block of memory
 // of its own for each.
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -328,6 +329,14 @@ class Playing {
   // From the beginning, also what was played: plans of several parts write nothing but what they
   // allocate, and a plan's only part was not played.
   void play_without_graphs() {
+    static std::atomic<bool> said{false};
+    if (!said.exchange(true)) {
+      aoti_torch_warn(
+          __func__, __FILE__, __LINE__,
+          "the CUDA driver gave no graph, for want of memory outside of torch's pool as "
+          "a rule: layers of experts launch their kernels one by one, which takes the "
+          "host longer");
+    }
     graphs_.bar();
     graphs_.leave();
     joins_ = has_part_ = false;

@@ -224,7 +224,10 @@ def test_all_ranks_raise_if_the_one_that_writes_fails(opt: Any, tmp_path) -> str
     return message
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="fully_shard takes no packed parameters")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="its fully_shard takes packed parameters as ignored_params alone: docs/concepts/nf4.md",
+)
 @on_ranks(2)
 def test_4_bit_experts_are_saved_before_they_are_sharded(opt: Any, tmp_path) -> Any:
     sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
