@@ -99,7 +99,7 @@ int processors_for(Kernel kernel, int shared, int device, std::array<std::atomic
 // Mean rows per expert that are few, some or many.
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kSomeRows = 64;
-constexpr int64_t kManyRows = 300;
+constexpr int64_t kManyRows = 160;
 
 template <bool kAlong, Format kFormat, bool kActivates, Rows kRows>
 void launch(const Problem& p, int device, const Launcher& launcher) {

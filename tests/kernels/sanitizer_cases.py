@@ -203,8 +203,8 @@ def expert_products(opt) -> Iterator[None]:
                 test_packed_product_gpu.check(module, device, reference, problem)
                 yield
     for along in (False, True):
-        for make in kinds[:2]:  # few, some and most rows
-            for rows in ((0, 1, 65, 49, 0, 0), (0, 1, 65, 129, 81, 0), (321, 400)):
+        for make in kinds[:2]:  # few, some, many and most rows
+            for rows in ((0, 1, 65, 49, 0, 0), (0, 1, 65, 129, 81, 0), (0, 161, 97), (321, 400)):
                 problem = make(rows, 136, 192, along, 72, 3, False, bias=True)
                 test_packed_product_gpu.check(module, device, reference, problem)
                 yield
