@@ -241,7 +241,7 @@ def test_every_logged_line_is_on_the_troubleshooting_page() -> None:
 
 
 def test_messages_of_the_troubleshooting_page_exist() -> None:
-    """In the package, the build, the client that loads the package, or Triton's launcher."""
+    """In the package, its compiled ops, the build, the client, or Triton's launcher."""
     shown = shown_messages()
     assert len(shown) >= 25
     client = Path(find_spec("kernels").origin).parent
@@ -249,7 +249,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
     sources = [path for folder in ours for path in folder.rglob("*.py")] + [*client.glob("*.py")]
     sources.append(Path(find_spec("triton").origin).parent / "runtime/build.py")
     texts = [text for path in sources for text in messages(path)]
-    texts.append((ROOT / "Makefile").read_text())
+    texts += [path.read_text() for path in (ROOT / "Makefile", *ROOT.glob("kernels-src/**/*.cu"))]
     findings = [
         f"{TROUBLESHOOTING.name}: {message.pattern} is in no source"
         for message in shown
