@@ -33,7 +33,11 @@ _STEP = (
     "kernels-src/sm90/*",
     "kernels-src/step/*",
     *_STEP_KERNELS,
-    "torch-ext/optimizer/optimizers/**/*.py",
+    "torch-ext/optimizer/optimizers/*.py",
+    "torch-ext/optimizer/optimizers/groups/*.py",
+    "torch-ext/optimizer/optimizers/sharded/*.py",
+    "torch-ext/optimizer/optimizers/state/in_host_memory.py",
+    "torch-ext/optimizer/optimizers/state/slots.py",  # saving.py runs between steps
     "torch-ext/optimizer/orthogonalize/*",
 )
 
