@@ -34,10 +34,19 @@ _STEP = (
     "kernels-src/step/*",
     *_STEP_KERNELS,
     "torch-ext/optimizer/optimizers/*.py",
-    "torch-ext/optimizer/optimizers/groups/*.py",
     "torch-ext/optimizer/optimizers/sharded/*.py",
-    "torch-ext/optimizer/optimizers/state/in_host_memory.py",
-    "torch-ext/optimizer/optimizers/state/slots.py",  # saving.py runs between steps
+    *(
+        # Not what runs before or between steps: groups/default_groups.py and state/saving.py.
+        f"torch-ext/optimizer/optimizers/{name}.py"
+        for name in (
+            "groups/blocks",
+            "groups/options",
+            "groups/param_groups",
+            "groups/parameters",
+            "state/in_host_memory",
+            "state/slots",
+        )
+    ),
     "torch-ext/optimizer/orthogonalize/*",
 )
 
