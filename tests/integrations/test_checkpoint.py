@@ -142,6 +142,8 @@ def test_parameters_are_matched_by_name_and_without_names_by_position(
     for param, twin in zip((first, second), twins, strict=True):
         expected = optimizer.state[param]["momentum_buffer"]
         assert_same_bits(other.state[twin]["momentum_buffer"], expected)
+    if named:  # the names of the state_dict are in the order of its parameters
+        assert other.state_dict()["param_groups"][0]["param_names"] == ["b", "a"]
     if prefix is None:
         assert_same_state(other, optimizer)
 

@@ -335,6 +335,8 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
     swapped["state"][0], swapped["state"][2] = swapped["state"][2], swapped["state"][0]
     torchs = torch.optim.Muon(theirs[:4]).state_dict()
     sgd, amsgrad = torch.optim.SGD(theirs), torch.optim.AdamW(theirs, amsgrad=True)
+    coupled = torch.optim.Adam(theirs, weight_decay=0.1)
+    relatives = [torch.optim.NAdam(theirs), torch.optim.RAdam(theirs), torch.optim.Adamax(theirs)]
     for other, source, words in (
         (saved, "dion", "source must be one of torch, motif, nanochat, got 'dion'"),
         ({"lr": 1}, "motif", r"saved\[0\] is no state_dict"),
@@ -347,6 +349,8 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
         (torchs, "motif", "group 0 has no 'use_muon'"),
         (sgd.state_dict(), "torch", r"group 0 is neither of torch\.optim\.Muon"),
         (amsgrad.state_dict(), "torch", "group 0: amsgrad has no counterpart"),
+        (coupled.state_dict(), "torch", "group 0: weight_decay=0.1 .* is no decoupled decay"),
+        *((one.state_dict(), "torch", "group 0 is neither of") for one in relatives),
         (torchs, "torch", "kind 'adamw': 0 parameters were saved, "),
         (renamed, "motif", r"nothing was saved for \['d.w'\].*present: \['e.w'\]"),
         (swapped, "motif", r"momentum_buffer has shape \(6, 12\), expected \(12, 6"),

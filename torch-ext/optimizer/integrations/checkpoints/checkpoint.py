@@ -164,6 +164,8 @@ def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict
         for key in ("lr", "weight_decay"):
             if isinstance(options.get(key), Tensor) and isinstance(group[key], Tensor):
                 options[key] = options[key].to(group[key].device)
+        if "param_names" in options and None not in saved.names:
+            options["param_names"] = [saved.names[j] for j in order]
         first = len(state)
         groups.append({**options, "params": list(range(first, first + len(order)))})
         state |= {first + i: saved.states[j] for i, j in enumerate(order)}

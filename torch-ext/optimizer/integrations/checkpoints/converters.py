@@ -69,7 +69,7 @@ def convert_state_dict(
 
     Raises:
         ValueError: the source is unknown, parameters, shapes or options do not fit, or the state
-            belongs to a variant (amsgrad, maximize) that ours do not have.
+            belongs to a variant (amsgrad, maximize, Adam's weight_decay) that ours do not have.
         TypeError: `optimizer` is not one of ours, or `saved` is no state_dict.
     """
     check_class(optimizer)
@@ -187,10 +187,8 @@ def _from_torch(dicts: Sequence[StateDict]) -> list[Saved]:
     found = []
     for saved in dicts:
         for number, group in enumerate(saved["param_groups"]):
-            if "betas" in group:
-                for option in ("amsgrad", "maximize"):
-                    if group.get(option):
-                        raise ValueError(f"group {number}: {option} has no counterpart here")
+            if "amsgrad" in group:  # of AdamW, and of Adam, which is AdamW where nothing decays
+                _check_adamw(group, f"group {number}")
                 kind, form = ADAMW, None
                 options = _options(group, ("lr", "betas", "eps", "weight_decay"))
             elif "ns_steps" in group:
@@ -206,6 +204,18 @@ def _from_torch(dicts: Sequence[StateDict]) -> list[Saved]:
             each = _each(group, saved["state"])
             found += [Saved(kind, name, options, state, form) for name, state in each]
     return found
+
+
+def _check_adamw(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a group of torch's Adam or AdamW has a rule that ours do not have."""
+    for option in ("amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(f"{where}: {option} has no counterpart here")
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            f"{where}: weight_decay={group['weight_decay']!r} of torch.optim.Adam is no decoupled "
+            "decay and has no counterpart here; set it to 0 in the saved group to go on without"
+        )
 
 
 def _from_motif(dicts: Sequence[StateDict]) -> list[Saved]:
