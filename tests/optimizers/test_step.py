@@ -346,6 +346,20 @@ def test_what_was_switched_off_begins_anew(opt, option, on, off, dtype) -> None:
     assert_all_same_bits(*runs)
 
 
+@pytest.mark.parametrize("option", [{"beta2": 0.9}, {"rounding": "residual"}], ids=str)
+def test_what_was_switched_on_loads_before_its_first_step(opt, option) -> None:
+    """A checkpoint between the switch and the step: both runs go on from zeros."""
+    params, twins = (parameters([(8, 6)], dtype=torch.bfloat16) for _ in range(2))
+    optimizer, fresh = (opt.Muon(of_run, lr=0.01) for of_run in (params, twins))
+    train(optimizer, params, 2)
+    optimizer.param_groups[0] |= option
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twins[0].data.copy_(params[0].data)
+    for one, of_run in ((optimizer, params), (fresh, twins)):
+        train(one, of_run, 2)
+    assert_all_same_bits(kept(fresh), kept(optimizer))
+
+
 def test_betas_of_nothing_after_a_cycle(opt) -> None:
     params = parameters([(4,)])
     optimizer = opt.MuonAdamW([{"kind": "adamw", "params": params, "lr": 0.1}])

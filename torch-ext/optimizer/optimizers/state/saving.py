@@ -13,7 +13,7 @@ from torch import Tensor
 from ...distributed import boxes, whole
 from ..groups.options import FLOATING
 from ..groups.parameters import is_dtensor, local
-from .slots import COUNTER, RESIDUAL, STATISTICS, Slot, placed_layout, zeros_of
+from .slots import ASKED_FOR, COUNTER, RESIDUAL, STATISTICS, Slot, placed_layout, zeros_of
 
 OWN_FUNCTION = "<function>"
 COUNTERS = frozenset({"step", COUNTER})
@@ -27,8 +27,8 @@ def loaded_state(
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
-    older optimizers wrote. State of `rounding` may be missing, as from a run without it, and begins
-    with zeros.
+    older optimizers wrote. State of `rounding` and `beta2` may be missing, as from a run that took
+    no step since it was switched on, and begins with zeros.
 
     Raises:
         ValueError: an entry is missing, unknown, of another kind of numbers, has another shape, or
@@ -38,7 +38,7 @@ def loaded_state(
     for key, slot in slots.items():
         if key == "step" and isinstance(saved.get(key), Real):
             saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype, device="cpu")
-        if key in (COUNTER, RESIDUAL) and key not in saved:
+        if key in ASKED_FOR and key not in saved:
             saved[key] = torch.zeros(slot.shape, dtype=slot.dtype, device="cpu")
         if not isinstance(saved.get(key), Tensor):
             raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
