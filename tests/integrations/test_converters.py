@@ -428,6 +428,35 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+def test_frozen_parameters_have_no_state_there(opt, device, flat, tmp_path) -> None:
+    """torch drops it while it loads; it begins with zeros if the parameter trains again."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = build(opt, "Muon", device, offload=False, lr=0.05)
+    train(optimizer, [*model.parameters()], 2)
+    twin, other = build(opt, "Muon", device, offload=False, lr=0.05)
+    for each in (model, twin):
+        each.layers[0].qkv.weight.requires_grad_(False)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    weights, state = get_state_dict(twin, other, options=options)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(
+        twin,
+        other,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+        options=options,
+    )
+    for param, same in zip(model.parameters(), twin.parameters(), strict=True):
+        if param.requires_grad:
+            assert_same_tensors(other.state[same], optimizer.state[param])
+        else:
+            assert not any(value.any() for value in other.state[same].values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_its_files_do_not_grow_with_the_square_of_the_parameters(opt, submodule, tmp_path) -> None:
     """The list of names is not copied under every parameter when groups are flattened."""
     sizes = []

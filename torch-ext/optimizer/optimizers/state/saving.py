@@ -28,13 +28,16 @@ def loaded_state(
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
     older optimizers wrote. State of `rounding` and `beta2` may be missing, as from a run that took
-    no step since it was switched on, and begins with zeros.
+    no step since it was switched on, and begins with zeros. So does that of a frozen parameter, all
+    of which torch.distributed.checkpoint drops while it loads.
 
     Raises:
         ValueError: an entry is missing, unknown, of another kind of numbers, has another shape, or
             a value that no step leaves behind.
     """
     saved = {} if saved is None else dict(saved)
+    if not saved and not param.requires_grad:
+        return zeros_of(slots, param, offloaded)
     for key, slot in slots.items():
         if key == "step" and isinstance(saved.get(key), Real):
             saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype, device="cpu")
