@@ -210,10 +210,12 @@ def test_only_modules_are_accepted(opt) -> None:
 
 HIDDEN = ["model.layers.0.self_attn.q_proj.weight", "layers.3.attention.output.dense.weight"]
 HIDDEN += ["layers.3.attention.output.weight", "encoder.1.head.weight", "weight"]
-HIDDEN += ["transformer.h.0.mlp.c_fc.weight"]
+HIDDEN += ["transformer.h.0.mlp.c_fc.weight", "layers.0.mlp.shared.weight"]
 OUTSIDE = ["output.weight", "head.weight", "model.lm_head.weight", "lm_head.0.weight", "pos_emb"]
 OUTSIDE += ["model.embed_tokens.weight", "tok_embeddings.weight", "transformer.wte.weight"]
 OUTSIDE += ["transformer.wpe.weight", "value_embeds.0.weight", "model.norm.weight"]
+OUTSIDE += ["rwkv.emb.weight", "shared.weight", "model.shared.weight"]
+OUTSIDE += ["block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
 OUTSIDE += [f"{prefix}.output.weight" for prefix in ("_orig_mod.module", "_orig_mod", "module")]
 
 

@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 EXPERTS = "experts"
 MUON, ADAMW = "muon", "adamw"
 UNPACK_SEQUENCE = dis.opmap["UNPACK_SEQUENCE"]
-TOKEN_TABLES = frozenset({"wte", "wpe"})  # GPT-2's names; every other table says "embed" or "_emb"
+# GPT-2's and RWKV's names; other tables say "embed" or "_emb", or are among TOP_LEVEL.
+TOKEN_TABLES = frozenset({"wte", "wpe", "emb"})
 HEADS = frozenset({"lm_head", "unembed", "classifier"})
-# Words that name the head at the top of a model and an ordinary projection inside a layer.
-TOP_LEVEL_HEADS = frozenset({"output", "head", "heads", "score", "proj_out", "output_layer"})
+# Words that name the head at the top of a model, or the table there (T5, BART), and an ordinary
+# projection inside a layer.
+TOP_LEVEL = frozenset({"output", "head", "heads", "score", "proj_out", "output_layer", "shared"})
 # Fused projections.
 ATTENTION = frozenset({"c_attn", "qkv_proj"})
 GATED = "gate_up_proj"
@@ -39,8 +41,8 @@ def default_is_muon(name: str, param: Tensor) -> bool:
     name component `experts`) are. Embeddings, output heads, norms, biases, factors of LoRA
     (`lora_A`, `lora_B`), other 3-D parameters, what has fewer than 2 dimensions, and matrices of
     one row or column, which are vectors (heads of one output, magnitudes of weight_norm), are not.
-    `output`, `head` and the like are heads only outside numbered layers, since
-    `layers.0.attention.output` is an ordinary projection.
+    `output`, `head` and the like are heads, and `shared` a table, only outside numbered layers,
+    since `layers.0.attention.output` is an ordinary projection.
     `get_default_muon_param_groups` looks at the module types first, which is safer.
 
     Args:
@@ -48,7 +50,7 @@ def default_is_muon(name: str, param: Tensor) -> bool:
         param: the parameter.
     """
     parts = components(name)
-    if param.ndim < 2 or parts[-1].endswith("bias"):
+    if param.ndim < 2 or any(part.endswith("bias") for part in parts):
         return False
     if any(part.startswith("lora_") for part in parts):
         return False
@@ -61,7 +63,7 @@ def default_is_muon(name: str, param: Tensor) -> bool:
     if any(_names_table_or_norm(part) or part in HEADS for part in owners):
         return False
     numbered = any(part.isdigit() for part in parts)
-    return numbered or not TOP_LEVEL_HEADS.intersection(owners)
+    return numbered or not TOP_LEVEL.intersection(owners)
 
 
 class Groups(list[dict[str, Any]]):
