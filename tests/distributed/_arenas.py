@@ -72,7 +72,7 @@ class Direct:
         **options: Any,
     ) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
+        self.engine = module_of(opt, "distributed.p2p").PeerToPeer
         self.team = module_of(opt, "distributed.process_groups")
         self.options = {"transport": "p2p", "strict": True, "min_bytes": 0, **options}
         self.before, self.kept, self.counted = before, kept, Counter()
@@ -119,7 +119,7 @@ def arenas_on_threads(opt: Any, seed: int) -> Iterator[None]:
     Nobody waits for another rank before he must, and some exchanges are late, so that what is read
     or written too early shows in the bits.
     """
-    module = module_of(opt, "distributed.symmetric.arena")
+    module = module_of(opt, "distributed.arena")
     arena, done = module.Arena, module.Done
     dice, threads = random.Random(seed + distributed.get_rank()), {}
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arena import HIGH, Done, why_not_shared
 from .choose_transport import Planned, Sizes
 from .message_layout import Message
-from .symmetric.arena import HIGH, Done
-from .symmetric.memory import why_not_shared
 
 LEAST_TORCH = (2, 11)
 LEAST_NCCL = (2, 28, 0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arena import Arena, SymmetricMemory, arena_bytes, digest, no_peers, why_not_shared
 from .choose_transport import (
     Planned,
     Row,
@@ -28,9 +29,7 @@ from .choose_transport import (
 )
 from .message_layout import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
-from .symmetric.arena import Arena, arena_bytes, digest
-from .symmetric.memory import SymmetricMemory, no_peers, why_not_shared
-from .symmetric.p2p import Lease, PeerToPeer
+from .p2p import Lease, PeerToPeer
 
 
 @dataclass(frozen=True, eq=False)
