@@ -1,8 +1,7 @@
 """Memory that all ranks of a group can write into, and the signals that say what was written.
 
-torch's symmetric memory gives it, which no other file asks for it. What may keep ranks from sharing
-memory is found before any is allocated: a rank that fails in the middle would leave the others
-waiting.
+It is torch's symmetric memory, for which no other file asks. What may keep ranks from sharing it is
+found before any is allocated: a rank that fails in the middle would leave the others waiting.
 
 One allocation per rank holds a flag per sender, a word per rank that says whether it lives, a
 record per sender from the handshake, and slots for messages. A sender copies into a slot of the
@@ -24,6 +23,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,39 +165,28 @@ class Arena:
         Raises:
             RuntimeError: the caller captures a CUDA graph.
         """
-        if self._stream is not None:
+        stream, on = self._stream, nullcontext()
+        if stream is not None:
             check_not_captured()
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            on = torch.cuda.stream(stream)
         self.launched += 1
-        if self._stream is None:
-            self._exchange(targets, sources, own, arriving, timed)
-            return Done()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._exchange(targets, sources, own, arriving, timed)
-        return Done.on(self._stream)
-
-    def _exchange(
-        self,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        own: tuple[Tensor, Tensor] | None,
-        arriving: Tensor,
-        timed: Any,
-    ) -> None:
-        if timed is not None:
-            timed.note(0)
         flags = [self._flag_of_me[rank] for rank in (*self.others(), self.rank)]
         written, read = [*targets, *flags], [*sources, *[self._word] * len(flags)]
         if own is not None:  # behind what others wait for
             written.append(own[0])
             read.append(own[1])
-        push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
         epoch, cleared = self.launched % 2**32, [arriving, *self.word_at_all]
-        wait_signals(
-            self._flags, epoch, self.timeout_ms, self._status, next=self._epoch, clear=cleared
-        )
-        if timed is not None:
-            timed.note(1)
+        with on:
+            if timed is not None:
+                timed.note(0)
+            push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
+            wait_signals(
+                self._flags, epoch, self.timeout_ms, self._status, next=self._epoch, clear=cleared
+            )
+            if timed is not None:
+                timed.note(1)
+        return Done() if stream is None else Done.on(stream)
 
     def alive(self) -> Tensor:
         """1 as long as all ranks live, else 0, when the current stream gets there: 0-D float32.
