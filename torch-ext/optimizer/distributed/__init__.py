@@ -9,6 +9,7 @@ arena: memory that the ranks of one host map -> p2p: exchanges through it; low_c
 all-gather and reduce-scatter through another
 """
 
+# ruff: noqa: F401 - imported for the layers above, which see this file alone
 from .choose_transport import TRANSPORTS, CommUnavailable, Planned, Traffic, TransportOptions
 from .load_balance import assign, chunked
 from .low_contention import all_gather_lc, reduce_scatter_lc
@@ -18,41 +19,3 @@ from .pipeline import Phases, in_flight, run_pipeline
 from .process_groups import Team, Teams, alone, exchange
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .transport import Future, Identity, Transport, extremes, whole
-
-__all__ = [
-    "ALIGNMENT",
-    "TRANSPORTS",
-    "Box",
-    "CommUnavailable",
-    "Extra",
-    "Future",
-    "Identity",
-    "Job",
-    "Layout",
-    "Lease",
-    "Message",
-    "Part",
-    "Phases",
-    "Planned",
-    "Route",
-    "Run",
-    "Split",
-    "Team",
-    "Teams",
-    "Traffic",
-    "Transport",
-    "TransportOptions",
-    "all_gather_lc",
-    "alone",
-    "assign",
-    "boxes",
-    "chunked",
-    "exchange",
-    "extremes",
-    "in_flight",
-    "make_route",
-    "reduce_scatter_lc",
-    "run_pipeline",
-    "splits_of",
-    "whole",
-]
