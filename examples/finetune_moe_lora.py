@@ -32,7 +32,7 @@ from demo.config import DemoError
 from demo.corpus import Corpus, read_corpus, windows
 from demo.device import device_name, has_bfloat16, prepare_device
 from demo.package import Package, load_first
-from demo.plots import curves
+from demo.report import curves
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -27,8 +27,7 @@ from demo.corpus import Corpus, read_corpus, windows
 from demo.device import device_name, has_bfloat16, joined
 from demo.model import Decoder, ModelConfig
 from demo.package import load_first
-from demo.plots import curves
-from demo.report import smooth
+from demo.report import curves, smooth
 from demo.sharded_checkpoint import ShardedCheckpoints
 from demo.training import learning_rate_factor
 from torch import Tensor, distributed, nn

@@ -34,8 +34,7 @@ from demo.corpus import read_corpus, windows
 from demo.device import device_name, has_bfloat16, joined
 from demo.model import Decoder, ModelConfig, rotate
 from demo.package import load_first
-from demo.plots import curves
-from demo.report import smooth
+from demo.report import curves, smooth
 from torch import Tensor, distributed, nn
 
 # Form -> options of the products; "plain" is what tensor parallelism is without fusion.

@@ -53,8 +53,9 @@ FACADE = "__init__"  # the package's own __init__.py, which may import every lay
 PACKAGE_ONLY: frozenset[tuple[str, str]] = frozenset({("optimizers", "distributed")})
 
 COLLECTIVES_ALLOWED = (
+    "distributed.arena",
+    "distributed.low_contention",
     "distributed.nccl_ce",
-    "distributed.symmetric",
     "distributed.transport",
     "tensor_parallel",
 )

@@ -22,7 +22,7 @@ def plan_of(root: Path, allow_local_build: bool = True):
 
 
 def refusal(root: Path, allow_local_build: bool = True) -> str:
-    with pytest.raises(tool("local_build.errors").BuildError) as caught:
+    with pytest.raises(tool("local_build").BuildError) as caught:
         plan_of(root, allow_local_build)
     return str(caught.value)
 
@@ -294,7 +294,7 @@ def test_card_links_to_the_source_and_names_no_path_that_the_hub_lacks():
 
 
 def test_card_mistakes_are_errors(checkout: Path):
-    card, error = tool("hub_card"), tool("local_build.errors").BuildError
+    card, error = tool("hub_card"), tool("local_build").BuildError
     project = tool("local_build.project").load_project(checkout)
     (checkout / "CARD.md").write_text("{{ repo_name }}")
     with pytest.raises(error, match="repo_name"):

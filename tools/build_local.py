@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from local_build import audit, compilation, package
-from local_build.errors import BuildError
+from local_build import BuildError, audit, compilation, package
 from local_build.project import Identity, Project, load_project, read_identity
 from local_build.toolchain import Toolchain, default_backend, find_toolchain
 

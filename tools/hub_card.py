@@ -9,7 +9,7 @@ import ast
 import sys
 from pathlib import Path
 
-from local_build.errors import BuildError
+from local_build import BuildError
 from local_build.project import Project, load_project
 
 ROOT = Path(__file__).resolve().parent.parent

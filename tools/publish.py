@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hub_card import render_card
+from local_build import BuildError
 from local_build.audit import audit_library
-from local_build.errors import BuildError
 from local_build.package import LOCAL_BUILD_MARKER, PREBUILT, python_digest
 from local_build.project import Project, load_project, read_identity
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from demo.config import ADAMW, MUON, OPTIMIZERS, RunConfig
 from demo.corpus import Corpus
 from demo.device import device_name
 from demo.package import Package
-from demo.plots import curves
 from demo.training import History
 
 COLOR = {ADAMW: "tab:orange", MUON: "tab:blue"}
@@ -31,6 +31,25 @@ def smooth(losses: Sequence[float], *, span: int) -> list[float]:
     return [
         sum(losses[max(0, end - span) : end]) / min(span, end) for end in range(1, len(losses) + 1)
     ]
+
+
+@contextmanager
+def curves(path: Path, ylabel: str) -> Iterator[Any]:
+    """Axes to draw on, which become an image."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a terminal has no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    yield axes
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def plot(path: Path, runs: dict[str, RunConfig], histories: dict[str, History]) -> None:

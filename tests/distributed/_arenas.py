@@ -72,7 +72,7 @@ class Direct:
         **options: Any,
     ) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
+        self.engine = module_of(opt, "distributed.p2p").PeerToPeer
         self.team = module_of(opt, "distributed.process_groups")
         self.options = {"transport": "p2p", "strict": True, "min_bytes": 0, **options}
         self.before, self.kept, self.counted = before, kept, Counter()
@@ -119,8 +119,8 @@ def arenas_on_threads(opt: Any, seed: int) -> Iterator[None]:
     Nobody waits for another rank before he must, and some exchanges are late, so that what is read
     or written too early shows in the bits.
     """
-    module = module_of(opt, "distributed.symmetric.arena")
-    arena, done = module.Arena, module.Done
+    module = module_of(opt, "distributed.arena")
+    arena, done, at_once = module.Arena, module.Done, module.Arena.exchange
     dice, threads = random.Random(seed + distributed.get_rank()), {}
 
     def on_thread(one: Any, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,13 +131,13 @@ def arenas_on_threads(opt: Any, seed: int) -> Iterator[None]:
     @torch.no_grad()
     def run(one: Any, pause: float, arguments: tuple[Any, ...]) -> None:
         time.sleep(pause)
-        one._exchange(*arguments)
+        at_once(one, *arguments)
 
     def exchange(one: Any, targets, sources, own, arriving, timed=None) -> Any:
-        one.launched += 1
         given = [*targets], [*sources], own, arriving, timed
-        pause = dice.choice((0, 0, 0.003))
-        return done(on_thread(one, run, copy.copy(one), pause, given))
+        pause, now = dice.choice((0, 0, 0.003)), copy.copy(one)
+        one.launched += 1
+        return done(on_thread(one, run, now, pause, given))
 
     def note_status(one: Any) -> None:
         one._noted = on_thread(one, lambda: one._seen.copy_(one._status))

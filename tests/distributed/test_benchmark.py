@@ -127,7 +127,7 @@ def wrong_link(opt, how: str) -> list[tuple[bool, str]]:
     """Rows of a transport that moves other bytes, or cannot be had."""
     transports, (step, built) = harness("harness.transports"), steps_of(opt)
     module = module_of(opt, "distributed.transport").GroupTransport
-    engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
+    engine = module_of(opt, "distributed.p2p").PeerToPeer
     exchange = engine.exchange
 
     def wrong(self, going, outbox, coming, inbox):

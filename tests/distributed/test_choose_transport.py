@@ -50,7 +50,7 @@ def facts(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_what_keeps_ranks_from_sharing_memory(opt, change, reason) -> None:
-    why = module_of(opt, "distributed.symmetric.memory").why_not_shared
+    why = module_of(opt, "distributed.arena").why_not_shared
     assert why(facts()) is None
     assert why(facts({}, change)).startswith(reason)
     assert why(facts()[:1]).startswith("single rank")
@@ -86,7 +86,7 @@ class OtherBackend:
     ],
 )
 def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing) -> None:
-    module, other = module_of(opt, "distributed.symmetric.memory"), OtherBackend(name, frozen)
+    module, other = module_of(opt, "distributed.arena"), OtherBackend(name, frozen)
     if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
         pytest.fail("this torch has no symmetric memory")
     monkeypatch.setattr(distributed, "_symmetric_memory", other)
@@ -285,7 +285,7 @@ def what_auto_takes(
 
     `slow`: of a rank, the transport that takes long by its clock.
     """
-    names = "transport", "choose_transport", "symmetric.p2p"
+    names = "transport", "choose_transport", "p2p"
     transport, policy, p2p = (module_of(opt, f"distributed.{name}") for name in names)
     params, timed = on_all("S0"), []
     mine = slow.get(distributed.get_rank(), "")
@@ -387,7 +387,7 @@ def test_what_a_rank_says_of_its_gpu(opt, monkeypatch, name, number) -> None:
         torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=f"GPU-{k}")
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there != 2)
-    found = module_of(opt, "distributed.symmetric.memory").SymmetricMemory.facts(torch.device(name))
+    found = module_of(opt, "distributed.arena").SymmetricMemory.facts(torch.device(name))
     assert found["device"] == f"GPU-{number}"
     assert found["seen"] == ["GPU-0", "GPU-1", "GPU-2"]
     assert found["reached"] == ["GPU-0", "GPU-1"]

@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @contextlib.contextmanager
 def shared(opt: Any) -> Iterator[Any]:
     """The module, where memory is shared between ranks on this device meanwhile."""
-    module = module_of(opt, "distributed.symmetric.low_contention")
+    module = module_of(opt, "distributed.low_contention")
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANKS_DEVICE"] == "cpu":
             transport = module_of(opt, "distributed.transport").GroupTransport
@@ -163,7 +163,7 @@ def test_a_late_rank_is_an_error_of_the_next_call(opt) -> None:
 @on_ranks(2)
 def test_ranks_at_different_calls_raise(opt: Any) -> Any:
     """The host of rank 1 learns of a late rank one call behind rank 0, and both go on."""
-    module = module_of(opt, "distributed.symmetric.low_contention")
+    module = module_of(opt, "distributed.low_contention")
     check, passed = module.LowContention.check, []
 
     def late(one: Any, *, wait: bool = True) -> None:
@@ -237,7 +237,7 @@ def test_what_is_read_stays_until_the_wait(opt: Any) -> None:
 @on_ranks(2)
 def test_memory_grows_under_calls_that_are_under_way(opt: Any) -> None:
     """Results of calls that a larger one finds under way; memory that is let go is overwritten."""
-    arena = module_of(opt, "distributed.symmetric.arena").Arena
+    arena = module_of(opt, "distributed.arena").Arena
     original = arena.close
 
     def close(self: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_call_that_finds_no_room_leaves_nothing_closed(opt: Any) -> None:
 
 def test_groups_of_one_name_share_nothing(opt, monkeypatch) -> None:
     """A group may get the name of one that is gone, whose memory nobody else maps any more."""
-    module, made = module_of(opt, "distributed.symmetric.low_contention"), []
+    module, made = module_of(opt, "distributed.low_contention"), []
 
     class Memory:
         slot_bytes = 2**20

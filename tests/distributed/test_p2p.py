@@ -296,7 +296,7 @@ def test_nothing_is_put_together_on_the_way_to_an_owner(opt, text, world) -> Non
 
     Of rows, in a step in which each owner has two matrices in a chunk; columns are put together.
     """
-    arena = module_of(opt, "distributed.symmetric.arena")
+    arena = module_of(opt, "distributed.arena")
     exchange = module_of(opt, "optimizers.sharded.exchange")
     shapes = [(8 * world, 16)] * 4 * world
     params = on_all(text, shapes)
@@ -364,8 +364,8 @@ def messages_between(opt: Any, counts, rank: int) -> tuple[list[Any], dict[int, 
 
 def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[Any]:
     """The transports of some ranks as threads, after their handshake."""
-    arena = module_of(opt, "distributed.symmetric.arena")
-    engine, ranks = module_of(opt, "distributed.symmetric.p2p").PeerToPeer, len(counts[0])
+    arena = module_of(opt, "distributed.arena")
+    engine, ranks = module_of(opt, "distributed.p2p").PeerToPeer, len(counts[0])
     places = [messages_between(opt, counts, rank) for rank in range(ranks)]
     slot = places[0][2]
     size = arena.arena_bytes(ranks, slots, slot)
@@ -504,7 +504,7 @@ def test_a_signal_that_comes_late_is_no_excuse(opt) -> None:
 
 def test_the_handshake_sees_a_wrong_arena(opt) -> None:
     """Another plan, an arena that is another rank's, and a rank that does not come."""
-    arena = module_of(opt, "distributed.symmetric.arena")
+    arena = module_of(opt, "distributed.arena")
     size = arena.arena_bytes(2, 2, 64)
 
     def shake(plans, swapped: bool = False, timeout_ms: int = 5000) -> list[str | None]:

@@ -155,8 +155,8 @@ def test_low_contention_collectives(gpu_ranks, count) -> None:
 
 def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000, plan="soak") -> Any:
     """An arena of all ranks, and what is wrong with their handshake."""
-    arena = module_of(opt, "distributed.symmetric.arena")
-    memory = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
+    arena = module_of(opt, "distributed.arena")
+    memory = module_of(opt, "distributed.arena").SymmetricMemory
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     place = torch.device("cuda", torch.cuda.current_device())
     mine = memory.allocate(arena.arena_bytes(ranks, slots, slot_bytes), place)
@@ -168,7 +168,7 @@ def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000, pla
 
 def soak(opt: Any, exchanges: int) -> dict[str, Any]:
     """Two arenas by turns, ranks late at random; every message is checked on the device."""
-    p2p = module_of(opt, "distributed.symmetric.p2p")
+    p2p = module_of(opt, "distributed.p2p")
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     generator, late = random.Random(5), random.Random(50 + rank)
     engines = []
@@ -252,7 +252,7 @@ def traced(opt: Any) -> dict[str, Any]:
     for param in params:
         param.grad = param.detach().clone()
     exchange, in_place = module_of(opt, "optimizers.sharded.exchange"), []
-    arena, looks = module_of(opt, "distributed.symmetric.arena").Arena, []
+    arena, looks = module_of(opt, "distributed.arena").Arena, []
     batch_of, look = exchange.batch_of, arena.zeros_unless_alive
 
     def batch(chunk, inbox, **options):
@@ -363,7 +363,7 @@ def test_the_others_end_with_an_error_in_time(gpu_ranks, doomed, held, how, numb
 
 def refused(opt: Any) -> list[str]:
     """No memory on one rank; two plans; then all is well."""
-    symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
+    symmetric = module_of(opt, "distributed.arena").SymmetricMemory
     found, original = [], symmetric.allocate
 
     def allocate(size: int, where: torch.device) -> torch.Tensor:

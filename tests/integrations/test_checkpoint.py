@@ -379,7 +379,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     opt.save_optimizer(optimizer, tmp_path)
     train(optimizer, params, 2)
     kept = [tensor.clone() for _, tensor in state_tensors(optimizer)]
-    rewrite(submodule("integrations.checkpoints.tensor_file"), tmp_path, changes)
+    rewrite(submodule("integrations.tensor_file"), tmp_path, changes)
     with pytest.raises(ValueError, match=message) as caught:
         opt.load_optimizer(optimizer, tmp_path)
     assert str(tmp_path / "optimizer.safetensors") in str(caught.value)
@@ -409,7 +409,7 @@ def test_what_is_no_checkpoint(opt, submodule, what, tmp_path) -> None:
         path.write_bytes(path.read_bytes()[:what])
         words = f"{path} is damaged or no safetensors file"
     else:
-        files = submodule("integrations.checkpoints.tensor_file")
+        files = submodule("integrations.tensor_file")
         files.write_tensors(path, {}, {"optimizer": what})
     with pytest.raises(error, match=words):
         opt.load_optimizer(optimizer, tmp_path)
@@ -420,7 +420,7 @@ def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
     params = parameters([(4, 2), (0, 4)])
     optimizer = opt.Muon(params, beta2=0.9)
     train(optimizer, params, 1)
-    read = submodule("integrations.checkpoints.checkpoint_file").read
+    read = submodule("integrations.checkpoint").read
     opt.save_optimizer(optimizer, tmp_path)
     path = tmp_path / "optimizer.safetensors"
     written = path.read_bytes()
@@ -452,9 +452,7 @@ def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
 
 def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None:
     optimizer = opt.Muon(parameters([(4, 3)]))
-    with submodule("integrations.checkpoints.tensor_file").replacing(
-        tmp_path / "optimizer.json"
-    ) as file:
+    with submodule("integrations.tensor_file").replacing(tmp_path / "optimizer.json") as file:
         file.write(b"mine")
         opt.save_optimizer(optimizer, tmp_path)
     assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
@@ -493,7 +491,7 @@ def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_pa
 
 def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
     """Any other reader of the format reads the same."""
-    files = submodule("integrations.checkpoints.tensor_file")
+    files = submodule("integrations.tensor_file")
     tensors = {
         str(dtype): torch.arange(-6, 6, device=device).to(dtype).view(3, 4).t()
         for dtype in files.DTYPES
@@ -514,7 +512,7 @@ def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
 @pytest.fixture
 def gate(submodule, monkeypatch):
     """Saving threads stop before they write, until the event is set."""
-    module = submodule("integrations.checkpoints.checkpoint")
+    module = submodule("integrations.checkpoint")
     event, write = threading.Event(), module.write
 
     def held(*arguments) -> None:

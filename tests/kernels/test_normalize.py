@@ -19,7 +19,7 @@ from ._products import (
 pytestmark = pytest.mark.gpu
 
 norm_factors = module_fixture("kernels.products.normalize", "norm_factors")
-reference_crop = module_fixture("reference.normalize", "crop")
+reference_crop = module_fixture("reference.orthogonalize", "crop")
 
 
 def assert_factors(norm_factors, x: torch.Tensor, patterns: tuple[str, ...], **options) -> None:

@@ -40,7 +40,7 @@ def test_it_serves_float16_on_hopper_alone(module):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_reference_is_the_definition(submodule, name):
-    reference = submodule("reference.matrix_products")
+    reference = submodule("reference.orthogonalize")
     x, scale = operand(3, 40, HALF, torch.device("cpu"))
     expected = definition(x, CHAINS[name], scale, HALF)
     assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
@@ -50,7 +50,7 @@ def test_reference_is_the_definition(submodule, name):
 @pytest.mark.parametrize("exponent", (-1000, -149, 0, 127, 1000))
 def test_reference_of_normalize(submodule, exponent):
     """Any finite range; zeros stay, inf and NaN make their own matrix NaN."""
-    normalize = submodule("reference.normalize").normalize
+    normalize = submodule("reference.orthogonalize").normalize
     x = draw(5, 7, 9, dtype=torch.float64, device="cpu")
     torch.testing.assert_close(
         normalize(x * 2.0**exponent, PREFACTOR), exact_norms(x), rtol=1e-14, atol=0

@@ -16,7 +16,7 @@ from ..distributed._ranks import on_ranks
 from ..distributed.test_partition import module_of
 
 pipelined = module_fixture("tensor_parallel.pipelined")
-arenas = module_fixture("distributed.symmetric.arena")
+arenas = module_fixture("distributed.arena")
 
 ROWS, INNER, COLUMNS = 3, 8, 5
 HALF = torch.bfloat16

@@ -6,3 +6,7 @@ compilation  sources -> objects (cached) -> one shared library
 package  library + Python sources -> ``build/<variant>/``
 audit  the binary rules that every shared library must satisfy
 """
+
+
+class BuildError(Exception):
+    """A build that cannot go on; the message names the cause and the remedy."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import BuildError
-from .shim_symbols import declared_symbols, symbols_of_release
+from . import BuildError
 from .toolchain import Torch
 
 CHECKS = (
@@ -27,7 +26,9 @@ ALLOWED_NEEDED = re.compile(
     r"libtorch\.so|libtorch_cuda\.so|libcudart\.so\.1[23]|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
     r"|libc\.so\.6|libm\.so\.6|libpthread\.so\.0|libdl\.so\.2|librt\.so\.1|ld-linux-.*\.so\.[12]"
 )
-SHIM_PREFIXES = ("aoti_", "torch_")
+SHIM_PREFIXES = ("aoti_", "torch_")  # of the C functions of torch's stable ABI
+# A declaration is AOTI_TORCH_EXPORT <return type> <name>( ; the macro's own #define is not one.
+_DECLARATION = re.compile(r"AOTI_TORCH_EXPORT\s+[\w:*&\s]*?\b((?:aoti|torch)_\w+)\s*\(")
 # `__FILE__` in a header of torch as the compiler found it; the official builder has its own below
 # /nix/store, equal for everyone.
 HEADER = re.compile(rb"\0(/(?!nix/store/)[!-~]*/torch/csrc/[!-~]*)")
@@ -150,6 +151,30 @@ def check_undefined(undefined: dict[str, str], known: dict[str, frozenset[str]])
         elif not version and not name.startswith(("Py", "_Py")):
             findings.append(f"{name} is undefined and no library provides it; a source is missing")
     return findings
+
+
+def declared_symbols(include: Path) -> frozenset[str]:
+    """Names of all exported shim functions below the include folder of a torch installation.
+
+    Functions behind ``#ifdef USE_CUDA`` and version guards are included: the question is whether
+    the release has the symbol, not whether this build may call it.
+    """
+    csrc = include / "torch" / "csrc"
+    names: set[str] = set()
+    for folder in ("inductor/aoti_torch", "stable"):
+        for header in sorted((csrc / folder).rglob("*.h")):
+            names.update(_DECLARATION.findall(header.read_text(encoding="utf-8")))
+    if not names:
+        raise BuildError(f"no shim declarations below {csrc}: is torch installed with its headers?")
+    return frozenset(names)
+
+
+def symbols_of_release(release: str) -> frozenset[str]:
+    """Names of the shim functions that a torch release has, by torch-abi-audit's tables."""
+    from torch_abi_audit.torch_versions import parse_version, stable_shim_versions
+
+    last = parse_version(f"{release}.0")
+    return frozenset(name for name, since in stable_shim_versions().items() if since <= last)
 
 
 def read_dynamic(path: Path) -> Dynamic:

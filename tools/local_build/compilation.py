@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BuildError
+from . import BuildError
 from .project import Component, Project
 from .toolchain import Toolchain
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from . import BuildError
 from .compilation import object_folder
-from .errors import BuildError
 from .project import Identity, Project
 
 # kernels 0.14.0 is the first client with this metadata; the official builder computes the same.

@@ -10,7 +10,7 @@ from typing import Any
 
 import tomllib
 
-from .errors import BuildError
+from . import BuildError
 
 COMPILED_SUFFIXES = {".cpp", ".cc", ".cu"}
 BUILD_INPUTS = ("build.toml", "torch-ext", "kernels-src")

@@ -14,7 +14,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BuildError
+from . import BuildError
 
 
 @dataclass(frozen=True)

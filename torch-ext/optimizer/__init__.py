@@ -17,12 +17,8 @@ from .version import __version__ as __version__  # first: it refuses what was no
 from . import integrations, layers, moe, tensor_parallel
 from .distributed import CommUnavailable, all_gather_lc, reduce_scatter_lc
 from .explain import explain
-from .integrations.checkpoints.checkpoint import (
-    load_optimizer,
-    save_optimizer,
-    save_optimizer_async,
-)
-from .integrations.checkpoints.converters import convert_state_dict
+from .integrations.checkpoint import load_optimizer, save_optimizer, save_optimizer_async
+from .integrations.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import (
     fp8_dequant,

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from .arena import HIGH, Done, why_not_shared
 from .choose_transport import Planned, Sizes
 from .message_layout import Message
-from .symmetric.arena import HIGH, Done
-from .symmetric.memory import why_not_shared
 
 LEAST_TORCH = (2, 11)
 LEAST_NCCL = (2, 28, 0)
@@ -68,8 +67,6 @@ def why_not_copy_engines(facts: Sequence[Mapping[str, Any]]) -> str | None:
 
 def why_not_here() -> str | None:
     """What this process has not got for it; None where nothing is missing."""
-    from torch import distributed
-
     if not torch.cuda.is_available() or not distributed.is_nccl_available():
         return "NCCL is not there"
     if _version(torch.__version__) < LEAST_TORCH:
@@ -115,8 +112,6 @@ class CopyEngineCollectives:
     def __init__(
         self, group: Any, device: torch.device, exchanges: Sequence[Planned], sizes: Sizes
     ) -> None:
-        from torch import distributed
-
         ranks = distributed.get_process_group_ranks(group)
         rank = distributed.get_rank(group)
         self._splits = {id(one.coming): split_of(sizes, k, rank) for k, one in enumerate(exchanges)}
@@ -156,8 +151,6 @@ class CopyEngineCollectives:
 
     def close(self) -> None:
         """Let go of windows and communicator, after what was launched; all ranks do."""
-        from torch import distributed
-
         torch.cuda.synchronize(self._device)
         if self._registered:
             self._backend.deregister_mem_pool(self._pool)
@@ -196,18 +189,15 @@ class CopyEngineCollectives:
 
     def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Done:
         """Into the window, to all ranks, out of the window."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._exchange(outbox, self._splits[id(coming)], inbox)
-        return Done.on(self._stream)
-
-    def _exchange(self, outbox: Tensor, split: Split, inbox: Tensor) -> None:
-        from torch import distributed
-
+        split = self._splits[id(coming)]
         size = self._ranks * split.bytes
         leaving, arriving = self._leaving[:size], self._arriving[:size]
-        for here, there in split.places(split.going):
-            leaving[there].copy_(outbox[here], non_blocking=True)
-        distributed.all_to_all_single(arriving, leaving, group=self._group, async_op=True).wait()
-        for here, there in split.places(split.coming):
-            inbox[here].copy_(arriving[there], non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for here, there in split.places(split.going):
+                leaving[there].copy_(outbox[here], non_blocking=True)
+            both = arriving, leaving
+            distributed.all_to_all_single(*both, group=self._group, async_op=True).wait()
+            for here, there in split.places(split.coming):
+                inbox[here].copy_(arriving[there], non_blocking=True)
+        return Done.on(self._stream)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch import distributed
+
 from .shards import Layout, Split, splits_of
 from .transport import GroupTransport, Identity, Transport
 
@@ -78,14 +81,10 @@ class Teams:
 
     def of_group(self, group: Any) -> Team:
         """The ranks of a process group, in a row."""
-        from torch import distributed
-
         ranks = distributed.get_process_group_ranks(group)
         return self._team(group, {rank: (i,) for i, rank in enumerate(ranks)}, (len(ranks),))
 
     def _group(self, ranks: tuple[int, ...], device: str) -> Any:
-        from torch import distributed
-
         if len(ranks) == distributed.get_world_size():
             return distributed.group.WORLD
         if ranks not in self._groups:
@@ -95,8 +94,6 @@ class Teams:
         return self._groups[ranks]
 
     def _team(self, group: Any, places: dict[int, tuple[int, ...]], mesh: tuple[int, ...]) -> Team:
-        from torch import distributed
-
         ranks = distributed.get_process_group_ranks(group)
         coordinates = tuple(places[rank] for rank in ranks)
         if len(ranks) == 1:
@@ -120,7 +117,6 @@ def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
     Raises:
         RuntimeError: the store does not answer.
     """
-    from torch import distributed
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
@@ -146,8 +142,5 @@ def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
 
 def _timeout(device: str) -> timedelta | None:
     """How long a collective of all ranks may take, which new groups do not take over; or None."""
-    import torch
-    from torch import distributed
-
     backend = distributed.group.WORLD._get_backend(torch.device(device))
     return getattr(getattr(backend, "options", None), "_timeout", None)

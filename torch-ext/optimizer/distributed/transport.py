@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from .arena import Arena, SymmetricMemory, arena_bytes, digest, no_peers, why_not_shared
 from .choose_transport import (
     Planned,
     Row,
@@ -28,9 +29,7 @@ from .choose_transport import (
 )
 from .message_layout import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
-from .symmetric.arena import Arena, arena_bytes, digest
-from .symmetric.memory import SymmetricMemory, no_peers, why_not_shared
-from .symmetric.p2p import Lease, PeerToPeer
+from .p2p import Lease, PeerToPeer
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,36 +91,26 @@ class AllToAll:
 
     def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         """What this rank sends to all others and receives from them: a gather or a scatter."""
-        from torch import distributed
-
         sizes = [*coming.counts], [*going.counts]
         work = distributed.all_to_all_single(inbox, outbox, *sizes, group=self.group, async_op=True)
         return Future(inbox, work, outbox)
 
     def maximum(self, values: Tensor) -> Future:
         """The largest of every rank's values, element by element, in place."""
-        from torch.distributed import ReduceOp
-
-        return self._reduce(values, ReduceOp.MAX)
+        return self._reduce(values, distributed.ReduceOp.MAX)
 
     def sum(self, values: Tensor) -> Future:
         """The sum of every rank's values, element by element, in place; equal on all ranks."""
-        from torch.distributed import ReduceOp
-
-        return self._reduce(values, ReduceOp.SUM)
+        return self._reduce(values, distributed.ReduceOp.SUM)
 
     def collect(self, values: Tensor, found: Tensor) -> Future:
         """Every rank's values, in the order of the ranks, in `found` (ranks, ...)."""
-        from torch import distributed
-
         # The older of two names: torch 2.11 has no other.
         gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
         work = gather(found.view(-1), values.view(-1), group=self.group, async_op=True)
         return Future(found, work, values)
 
     def _reduce(self, values: Tensor, op: Any) -> Future:
-        from torch import distributed
-
         work = distributed.all_reduce(values, op, group=self.group, async_op=True)
         return Future(values, work)
 
@@ -239,9 +228,9 @@ class GroupTransport(AllToAll):
             if asked == "auto" and (choice := _why_not_tried(facts, sizes, options)) is not None:
                 return self._collectives_because(choice)
             if asked == "nccl_ce":
-                reason = self._set_up_copy_engines(traffic, facts, sizes)
+                reason = self._set_up_copy_engines(facts, sizes)
             else:
-                reason = self._set_up_peers(traffic, options, facts, sizes)
+                reason = self._set_up_peers(facts, sizes)
         self._setup_ms = 1e3 * (time.perf_counter() - start)
         if reason is not None:
             self._collectives_because(reason)
@@ -284,14 +273,10 @@ class GroupTransport(AllToAll):
     @property
     def collectives(self) -> str:
         """Which library moves what nothing better moves: "nccl" or "gloo"."""
-        from torch import distributed
-
         return distributed.get_backend(self.group)
 
     def report(self) -> list[Row]:
         """Which way the exchanges of the last plan go, and why; see `comm_report`."""
-        from torch import distributed
-
         traffic, direct = self._traffic, self._direct
         if traffic is None:
             return []
@@ -345,14 +330,10 @@ class GroupTransport(AllToAll):
             facts["arena"] = (arena.slots, arena.slot_bytes, arena.launched)
         return facts
 
-    def _set_up_peers(
-        self,
-        traffic: Traffic,
-        options: TransportOptions,
-        facts: list[dict[str, Any]],
-        sizes: Sizes,
-    ) -> str | None:
+    def _set_up_peers(self, facts: list[dict[str, Any]], sizes: Sizes) -> str | None:
         """Exchange by p2p from here on; why not, if not. Ranks agree after every part of it."""
+        traffic, options = self._traffic, self._options
+        assert traffic is not None
         if (reason := why_not_shared(facts) or self._mismatch(facts, sizes)) is not None:
             return reason
         taken = sizes.of_least(options.min_bytes)
@@ -401,8 +382,6 @@ class GroupTransport(AllToAll):
         self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int, plan: bytes
     ) -> str | None:
         """An arena in which every rank has been seen by every rank; why there is none, if so."""
-        from torch import distributed
-
         self._close()
         rank, ranks = distributed.get_rank(self.group), distributed.get_world_size(self.group)
         size = arena_bytes(ranks, slots, slot_bytes)
@@ -451,12 +430,11 @@ class GroupTransport(AllToAll):
         taken = f"{direct:.3g} ms by p2p, {collective:.3g} ms by {self.collectives}"
         return direct <= collective, f"calibration: {taken}"
 
-    def _set_up_copy_engines(
-        self, traffic: Traffic, facts: list[dict[str, Any]], sizes: Sizes
-    ) -> str | None:
-        reason = self._mismatch(facts, sizes) or why_not_copy_engines(facts)
-        if reason is not None:
+    def _set_up_copy_engines(self, facts: list[dict[str, Any]], sizes: Sizes) -> str | None:
+        if (reason := self._mismatch(facts, sizes) or why_not_copy_engines(facts)) is not None:
             return reason
+        traffic = self._traffic
+        assert traffic is not None
         self._close()
         made, error = _attempt(
             lambda: CopyEngineCollectives(self.group, traffic.device, traffic.exchanges, sizes)
@@ -490,8 +468,6 @@ class GroupTransport(AllToAll):
 
     def _said(self, value: Any) -> list[Any]:
         """What every rank says, in the order of the ranks."""
-        from torch import distributed
-
         said: list[Any] = [None] * distributed.get_world_size(self.group)
         # NCCL sends objects from the current device, which may be another rank's.
         on = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

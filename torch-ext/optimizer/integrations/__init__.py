@@ -1,5 +1,6 @@
 """Adapters to other libraries, which are imported only when a function here is called."""
 
+from . import checkpoint
 from .adapters.adapter_file import load_peft_adapter, save_peft_adapter
 from .adapters.lora import (
     attach_lora,
@@ -11,7 +12,6 @@ from .adapters.lora import (
     set_lora,
     unmerge_lora,
 )
-from .checkpoints import checkpoint
 from .models.quantize_in_memory import quantize_experts
 from .models.quantized_loading import load_quantized
 from .models.transformers import use_in_transformers

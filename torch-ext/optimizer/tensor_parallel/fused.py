@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ..distributed.symmetric.memory import SymmetricMemory, why_not_shared
+from ..distributed.arena import SymmetricMemory, why_not_shared
 from ..kernels.checks import on_device_of
 from .collectives import resolved
 from .report import (

@@ -7,7 +7,7 @@ of another rank once its word has reached n.
 
 Nobody says that a buffer has been read. A rank sends in call n after its product of call n - 1,
 and so a word n - 1 says that its product n - 2, the last one to read the buffer of call n, is over.
-A rank that gave up says so at all others before it sends anything more (`symmetric/arena.py`), and
+A rank that gave up says so at all others before it sends anything more (`Arena`), and
 every product has a status that looks at that behind it.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..distributed import CommUnavailable
-from ..distributed.symmetric.arena import HIGH, WORD, Arena, Done, check_not_captured
+from ..distributed.arena import HIGH, WORD, Arena, Done, check_not_captured
 from ..distributed.transport import GroupTransport
 from ..kernels.checks import check_device, check_shape, check_tensor
 from ..kernels.communication import progress_matmul, push, stream_write_value32, wait_signals

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..checkpoints.tensor_file import read_tensors, replacing, write_tensors
 from ..models.experts import operand_shape, parameter_names
 from ..models.safetensors_reader import hub_file
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
+from ..tensor_file import read_tensors, replacing, write_tensors
 from . import injection, peft
 from .adapter_config import Targets, beyond_experts, peft_release, plain, read_config, targeted
 from .injection import PREFIX

@@ -16,7 +16,7 @@ path      | ops                           | source                          | ta
 compiled  | normalize, norm_factors, crop | kernels-src/products/normalize/ | CUDA >= 8.0, up to
           |                               |                                 | float32; crop: 16 bits
 torch     | none                          | orthogonalize/slices.py          | everything else
-reference | none                          | reference/normalize.py          | by tests
+reference | none                          | reference/orthogonalize.py      | by tests
 """
 
 from __future__ import annotations

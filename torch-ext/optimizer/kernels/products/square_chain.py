@@ -7,7 +7,7 @@ idle between two products. Bits are those of `symmetric_matmul` product by produ
 path      | op               | source                       | taken
 compiled  | square_chain     | kernels-src/products/*sm90*  | capability 9.0, float16
 products  | symmetric_matmul | products/symmetric_matmul.py | everything else, by the caller
-reference | none             | reference/matrix_products.py | by tests
+reference | none             | reference/orthogonalize.py   | by tests
 
 Sums are float32, every M but M_0 is rounded once to float16; M_0 is never rounded. A matrix gives
 the same bits in any batch. Evaluating by squares: Paterson and Stockmeyer, SIAM J. Comput. 2, 1973.

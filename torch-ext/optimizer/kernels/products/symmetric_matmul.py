@@ -6,7 +6,7 @@ float32 and the result is rounded once.
 
 path      | op                         | source                        | taken
 compiled  | symmetric_matmul           | kernels-src/products          | CUDA >= 8.0
-reference | symmetric_matmul_reference | reference/matrix_products.py  | everything else
+reference | symmetric_matmul_reference | reference/orthogonalize.py    | everything else
 
 The compiled op has two families of tiles: mma.sync for every GPU from 8.0 on, and TMA with wgmma
 for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA reads the strides.
@@ -22,7 +22,7 @@ from torch.library import custom_op, register_fake
 
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
-from ...reference import matrix_products as reference
+from ...reference import orthogonalize as reference
 from .operands import DTYPES, as_batch, check_dense, check_out, check_scalars, check_scale
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..message_layout import Message
 from .arena import Arena, Done
+from .message_layout import Message
 
 
 class Slots:

@@ -1,5 +1,8 @@
 """Memory that all ranks of a group can write into, and the signals that say what was written.
 
+It is torch's symmetric memory, for which no other file asks. What may keep ranks from sharing it is
+found before any is allocated: a rank that fails in the middle would leave the others waiting.
+
 One allocation per rank holds a flag per sender, a word per rank that says whether it lives, a
 record per sender from the handshake, and slots for messages. A sender copies into a slot of the
 receiver and then, on the same stream, copies its epoch into its flag there. The receiver's stream
@@ -16,21 +19,29 @@ last use of what came.
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.communication import push, wait_signals
+from ..kernels.communication import push, wait_signals
 
 MAGIC = 0x4F50_5449_4D41_5245
 RECORD = struct.Struct("<QQQ8s")  # magic, rank, bytes of the arena, digest of the plan
 WORD = 4
 PAGE = 512  # slots begin at multiples
 HIGH = -1  # priority of the stream: a wait is one block, which a full device must let in
+BACKEND = "CUDA"  # of torch's symmetric memory
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+Facts = Mapping[str, Any]
 
 
 def header_bytes(ranks: int) -> int:
@@ -154,39 +165,28 @@ class Arena:
         Raises:
             RuntimeError: the caller captures a CUDA graph.
         """
-        if self._stream is not None:
+        stream, on = self._stream, nullcontext()
+        if stream is not None:
             check_not_captured()
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            on = torch.cuda.stream(stream)
         self.launched += 1
-        if self._stream is None:
-            self._exchange(targets, sources, own, arriving, timed)
-            return Done()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._exchange(targets, sources, own, arriving, timed)
-        return Done.on(self._stream)
-
-    def _exchange(
-        self,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        own: tuple[Tensor, Tensor] | None,
-        arriving: Tensor,
-        timed: Any,
-    ) -> None:
-        if timed is not None:
-            timed.note(0)
         flags = [self._flag_of_me[rank] for rank in (*self.others(), self.rank)]
         written, read = [*targets, *flags], [*sources, *[self._word] * len(flags)]
         if own is not None:  # behind what others wait for
             written.append(own[0])
             read.append(own[1])
-        push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
         epoch, cleared = self.launched % 2**32, [arriving, *self.word_at_all]
-        wait_signals(
-            self._flags, epoch, self.timeout_ms, self._status, next=self._epoch, clear=cleared
-        )
-        if timed is not None:
-            timed.note(1)
+        with on:
+            if timed is not None:
+                timed.note(0)
+            push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
+            wait_signals(
+                self._flags, epoch, self.timeout_ms, self._status, next=self._epoch, clear=cleared
+            )
+            if timed is not None:
+                timed.note(1)
+        return Done() if stream is None else Done.on(stream)
 
     def alive(self) -> Tensor:
         """1 as long as all ranks live, else 0, when the current stream gets there: 0-D float32.
@@ -269,3 +269,115 @@ class Arena:
         self._own = self._flags = torch.empty(0)
         self._flag_of_me = self.word_at_all = []
         self.living = self._flags
+
+
+class SymmetricMemory:
+    """Allocates and maps it."""
+
+    device_type = "cuda"
+
+    @staticmethod
+    def facts(device: torch.device, *, sets_backend: bool = True) -> Facts:
+        """What decides whether this rank can share memory of a device with others.
+
+        `sets_backend`: torch's symmetric memory may be set to the backend that this needs.
+        """
+        found: dict[str, Any] = {"host": _host(), "device": None, "reached": (), "missing": ""}
+        found["overlap"] = os.environ.get(OVERLAPPING) == "1"
+        if device.type != "cuda":
+            return {**found, "missing": no_peers(device)}
+        number = torch.cuda.current_device() if device.index is None else device.index
+        uuids = [_uuid(k) for k in range(torch.cuda.device_count())]
+        reached = [
+            uuid
+            for k, uuid in enumerate(uuids)
+            if k == number or torch.cuda.can_device_access_peer(number, k)
+        ]
+        found |= {"device": uuids[number], "seen": uuids, "reached": reached}
+        return {**found, "missing": _missing(torch.device("cuda", number), sets_backend)}
+
+    @staticmethod
+    def allocate(size: int, device: torch.device) -> Tensor:
+        """Memory that others can map: uint8, zeros.
+
+        Not from torch's pool for it, in which what is reused may belong to another rendezvous
+        (pytorch #190977).
+        """
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        return memory
+
+    @staticmethod
+    def mapped(memory: Tensor, group: Any) -> tuple[list[Tensor], Any]:
+        """The memory of every rank of a group, and what keeps it mapped; every rank calls it."""
+        from torch.distributed import _symmetric_memory
+
+        handle = _symmetric_memory.rendezvous(memory, group.group_name)
+        size = (memory.numel(),)
+        buffers = [handle.get_buffer(rank, size, torch.uint8) for rank in range(handle.world_size)]
+        return buffers, (handle, memory)
+
+
+def no_peers(device: torch.device) -> str:
+    """Why no rank can share memory of a device that is none of CUDA's."""
+    return f"no CUDA peers: the parameters are on {device.type}"
+
+
+def why_not_shared(facts: Sequence[Facts]) -> str | None:
+    """Why ranks cannot write into each other's memory, by what all of them said; None if they can.
+
+    The same on every rank.
+    """
+    if len(facts) == 1:
+        return "single rank: nothing is sent"
+    for rank, one in enumerate(facts):
+        if one["missing"]:
+            return f"rank {rank}: {one['missing']}"
+    if len({one["host"] for one in facts}) > 1:
+        return "multi-node: the ranks are on several hosts, and p2p needs one"
+    devices = [one["device"] for one in facts]
+    if len({*devices}) < len(devices) and not all(one["overlap"] for one in facts):
+        return f"overlapping devices: two ranks use one GPU; {OVERLAPPING}=1 allows it, for tests"
+    for rank, one in enumerate(facts):
+        for other, device in enumerate(devices):
+            if device in one["seen"] and device not in one["reached"]:
+                return f"no peer access: the GPU of rank {rank} cannot reach that of rank {other}"
+    return None
+
+
+def _host() -> str:
+    """The same on ranks of one host and boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def _missing(device: torch.device, sets_backend: bool) -> str:
+    """What of torch's symmetric memory is missing on a device; empty if nothing is."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+    except ImportError:
+        return f"torch too old: {torch.__version__} has no symmetric memory"
+    if not hasattr(_SymmetricMemory, "empty_strided_p2p") or not hasattr(
+        _symmetric_memory, "rendezvous"
+    ):
+        return f"torch too old: the symmetric memory of {torch.__version__} has no rendezvous"
+    backend = _symmetric_memory.get_backend(device)
+    if backend not in (None, BACKEND):
+        if not sets_backend:
+            return f"another backend: symmetric memory of this process is {backend}'s"
+        try:
+            _symmetric_memory.set_backend(BACKEND)
+        except RuntimeError:
+            return (
+                f"backend frozen: symmetric memory of this process is {backend}'s; p2p needs "
+                f"{BACKEND}'s, chosen before anything is allocated"
+            )
+    return ""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.default_groups import ADAMW, MUON
-from ...optimizers.groups.param_groups import SCHEDULER_KEYS
-from ...optimizers.step import MuonBase
+from ..optimizers.groups.default_groups import ADAMW, MUON
+from ..optimizers.groups.param_groups import SCHEDULER_KEYS
+from ..optimizers.step import MuonBase
 from .checkpoint import check_class, order_of
 
 StateDict = Mapping[str, Any]

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from ..choose_transport import CommUnavailable
-from ..transport import GroupTransport
 from .arena import Arena, Done, check_not_captured
+from .choose_transport import CommUnavailable
 from .p2p import Slots
+from .transport import GroupTransport
 
 OPS = ("sum", "avg")
 SLOTS = 3  # two on their way, one that others may still read

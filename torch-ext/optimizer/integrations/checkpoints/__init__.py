@@ -1,1 +1,0 @@
-"""Optimizer checkpoints: files, background saves, other optimizers' states."""
