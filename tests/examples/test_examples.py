@@ -100,21 +100,18 @@ def histories(out: Path) -> dict[str, dict]:
     return {name: {k: v for k, v in h.items() if k != "seconds"} for name, h in saved.items()}
 
 
-def test_both_optimizers_learn(finished: Path) -> None:
+def test_both_optimizers_learn_and_a_table_says_how(finished: Path, repo_id: str) -> None:
+    """It names losses, steps, times and kernels."""
+    table = (finished / "table.md").read_text()
+    assert table in (finished / "printed.txt").read_text()
     for name in OPTIMIZERS:
         history = histories(finished)[name]
         assert len(history["train"]) == STEPS
         steps, losses = zip(*history["held_out"], strict=True)
         assert steps == tuple(range(STEPS // 40, STEPS + 1, STEPS // 40))
         assert losses[-1] < losses[0] - 1  # nats per byte; it starts above ln 256 = 5.5
+        assert f"{losses[-1]:.4f}" in table
     assert histories(finished)["AdamW"]["train"][0] == histories(finished)["MuonAdamW"]["train"][0]
-
-
-def test_table_names_losses_steps_times_and_kernels(finished: Path, repo_id: str) -> None:
-    table = (finished / "table.md").read_text()
-    assert table in (finished / "printed.txt").read_text()
-    for name in OPTIMIZERS:
-        assert f"{histories(finished)[name]['held_out'][-1][1]:.4f}" in table
     for words in ("steps to AdamW's held-out loss", "seconds in training steps", "tokens/s"):
         assert words in table
     assert f"{repo_id} version 1, torch-stable-abi" in table  # the variant that get_kernel chose
@@ -364,20 +361,18 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_base_and_lora_learn(finetuned: Path) -> None:
+def test_peft_gets_the_losses_that_training_saw(finetuned: Path, example) -> None:
+    """Base and adapter are read by transformers and PEFT alone, and evaluated on the same text;
+    both trainings learned.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
     runs = json.loads((finetuned / "results.json").read_text())["runs"]
     for name, steps, gain in (("base", 60, 2.0), ("LoRA", 80, 0.15)):
         assert len(runs[name]["train"]) == steps
         losses = [loss for _, loss in runs[name]["held_out"]]
         assert losses[-1] < losses[0] - gain  # nats per byte
-
-
-def test_peft_gets_the_losses_that_training_saw(finetuned: Path, example) -> None:
-    """Base and adapter are read by transformers and PEFT alone, and evaluated on the same text."""
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    runs = json.loads((finetuned / "results.json").read_text())["runs"]
     script = example("finetune_moe_lora")
     size = script.SIZES["tiny"]
     tokens, targets = script.held_out_batch(script.help_texts(torch.device("cpu")), size)

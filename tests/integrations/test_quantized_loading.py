@@ -27,9 +27,9 @@ from ._models import (
     trained,
 )
 
-# Every class of transformers is loaded in test_a_class_does_what_its_row_says, too.
-MODELS = ("gpt_oss", "olmoe")
-EXTRA = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vlm")  # whose files may hold more
+# Whose files may hold more. Every class of transformers is loaded, and its logits are compared with
+# those of rounded experts, in test_transformers.py::test_a_class_does_what_its_row_says.
+EXTRA = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vlm")
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,12 @@ def rewritten(source, folder, change):
     return folder
 
 
-@pytest.mark.parametrize("name", [*MODELS, *EXTRA])
+@pytest.mark.parametrize("name", EXTRA)
 def test_logits_are_those_of_from_pretrained_with_rounded_experts(load, saved, tmp_path, name):
-    """Stacked and separate experts, renamed modules, biases, buffers, tied or not.
-
-    Heads for multi-token prediction are left out, and so is what is around a text model.
-    """
-    folder = saved(name)
-    if name in EXTRA:
-        extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
-        folder = rewritten(folder, tmp_path / name, lambda tensors: tensors | extra)
-    loaded = load(folder, nested=True if name == "olmoe" else None)
+    """Heads for multi-token prediction are left out, and so is what is around a text model."""
+    extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    folder = rewritten(saved(name), tmp_path / name, lambda tensors: tensors | extra)
+    loaded = load(folder)
     dense = AutoModelForCausalLM.from_pretrained(
         folder, experts_implementation="eager", dtype=torch.float32
     )
