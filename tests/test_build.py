@@ -317,8 +317,10 @@ def test_the_demo_says_how_long_it_takes_before_it_begins(
     assert any("pip install" in line for line in ran) == (not environment)
 
 
-def test_other_commands_complete_the_environment_of_the_demo(make, sources: Path):
-    """A whole one then serves the demo, too."""
+def test_the_demo_installs_what_it_imports_and_other_commands_the_rest(make, sources: Path):
+    """Its scripts and the modules beside them; dependencies of what is listed do not count. A
+    whole environment then serves the demo, too.
+    """
     installed = sources / ".venv" / "requirements.txt"
 
     def pins() -> set[str]:
@@ -326,17 +328,7 @@ def test_other_commands_complete_the_environment_of_the_demo(make, sources: Path
 
     assert any("pip install" in line for line in make("demo"))
     few = pins()
-    make("setup")
-    everything = set(re.findall(r"^\S+==\S+$", (ROOT / "tools/requirements.txt").read_text(), re.M))
-    assert few < pins() == everything
-    assert not any("pip install" in line for line in make("demo", "test"))
-
-
-def test_the_demo_installs_what_it_imports(make, sources: Path):
-    """Its scripts and the modules beside them; dependencies of what is listed do not count."""
-    make("demo")
-    pinned = (sources / ".venv" / "requirements.txt").read_text()
-    listed = {name.replace("-", "_") for name in re.findall(r"^([\w.-]+)==", pinned, re.M)}
+    listed = {line.split("==")[0].replace("-", "_") for line in few}
     for folder, scripts in (
         ("tools", ("build_local.py", "announce_demo.py", "local_build/*.py")),
         ("examples", ("train_demo.py", "demo/*.py")),
@@ -346,6 +338,10 @@ def test_the_demo_installs_what_it_imports(make, sources: Path):
         names = [name for path in paths for name in aliases(parse(path)).values()]
         wanted = {name.split(".")[0] for name in names}
         assert wanted - own - set(sys.stdlib_module_names) <= listed
+    make("setup")
+    everything = set(re.findall(r"^\S+==\S+$", (ROOT / "tools/requirements.txt").read_text(), re.M))
+    assert few < pins() == everything
+    assert not any("pip install" in line for line in make("demo", "test"))
 
 
 @pytest.fixture

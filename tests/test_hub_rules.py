@@ -123,14 +123,7 @@ def _registrations(tree: ast.Module, known: dict[str, str]) -> Iterator[tuple[as
 
 
 def _is_prefixed(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == PREFIX
-        and len(node.args) == 1
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
-    )
+    return bool(re.fullmatch(rf"{PREFIX}\('\w+'\)", ast.unparse(node)))
 
 
 def generated_file_findings(committed: Iterable[Path]) -> list[str]:
@@ -190,11 +183,9 @@ def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[st
     return findings
 
 
-def _last(node: ast.AST) -> str | None:
+def _last(node: ast.AST) -> str:
     """The last name of `a.b.c`."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else None
+    return ast.unparse(node).rpartition(".")[2]
 
 
 PACKAGE_CHECKS = (facade_findings, nested_name_findings, op_prefix_findings, autotune_findings)
