@@ -300,9 +300,7 @@ def make(sources: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.mark.parametrize("marker", [".ready", ".ready-demo", None])
-def test_the_demo_says_how_long_it_takes_before_it_begins(
-    make, sources: Path, tmp_path: Path, marker: str | None
-):
+def test_the_demo_says_how_long_it_takes_before_it_begins(make, sources, tmp_path, marker):
     venv, environment = sources / ".venv", marker is not None
     if environment:
         (venv / "bin").mkdir(parents=True)
@@ -402,9 +400,7 @@ def test_the_toolkit_that_is_taken(toolkits, tmp_path: Path):
         ("13.2", None, True),  # a CPU build of torch: the variant is for another machine
     ],
 )
-def test_a_toolkit_must_suit_the_installed_torch(
-    toolkits, tmp_path: Path, toolkit: str, torch_cuda: str | None, loads: bool
-):
+def test_a_toolkit_must_suit_the_installed_torch(toolkits, tmp_path, toolkit, torch_cuda, loads):
     from kernels.backends import CUDA
     from kernels.variants import _resolve_variant_for_system, parse_variant
     from packaging.version import Version

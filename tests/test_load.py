@@ -120,9 +120,7 @@ def test_works_without_triton_and_numpy(repo_id: str, local: dict[str, str]):
     assert output.strip() == "set()"
 
 
-def test_import_touches_no_device_and_none_of_our_triton_modules(
-    repo_id: str, local: dict[str, str]
-):
+def test_import_touches_no_device_and_none_of_our_triton_modules(repo_id, local):
     """The Hub imports the package in a sandbox without a GPU; autotuning there would fail."""
     inspect = """
     import sys
@@ -133,9 +131,7 @@ def test_import_touches_no_device_and_none_of_our_triton_modules(
     assert output.strip() == "True False []"
 
 
-def test_two_builds_live_side_by_side(
-    repo_id: str, local: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-):
+def test_two_builds_live_side_by_side(repo_id, local, tmp_path_factory):
     other = built_checkout(tmp_path_factory.getbasetemp())
     code = f"""
     from pathlib import Path
@@ -253,9 +249,7 @@ def test_another_version_than_that_of_the_checkout_is_refused(repo_id: str, loca
         'above["get_kernel"]("org/above", version=7)',
     ],
 )
-def test_nobody_asked_for_a_version_of_the_checkout(
-    repo_id: str, local: dict[str, str], call: str
-) -> None:
+def test_nobody_asked_for_a_version_of_the_checkout(repo_id, local, call) -> None:
     """But for a revision, for its folder, or for a kernel of another repository that loads it."""
     code = f"""
     from pathlib import Path

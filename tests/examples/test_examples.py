@@ -119,9 +119,7 @@ def test_both_optimizers_learn_and_a_table_says_how(finished: Path, repo_id: str
         assert words in table
 
 
-def test_interrupted_run_resumes_bit_for_bit(
-    finished: Path, corpus: Path, forked, tmp_path: Path
-) -> None:
+def test_interrupted_run_resumes_bit_for_bit(finished, corpus, forked, tmp_path) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--checkpoint-every", 7)
     output = interrupt(tmp_path, "AdamW", *options)
     assert "--resume" in output
@@ -139,9 +137,7 @@ def test_interrupted_run_resumes_bit_for_bit(
             assert (tmp_path / file.relative_to(finished)).read_bytes() == file.read_bytes()
 
 
-def test_resume_refuses_what_does_not_fit(
-    finished: Path, corpus: Path, forked, tmp_path: Path
-) -> None:
+def test_resume_refuses_what_does_not_fit(finished, corpus, forked, tmp_path) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--resume")
     before = sorted(path for path in finished.rglob("*"))
     for refused, words in (
@@ -220,9 +216,7 @@ sys.exit(train_demo.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
-def test_gpu_without_a_variant_of_its_own(
-    device: str | None, corpus: Path, repo_id: str, forks, tmp_path: Path
-) -> None:
+def test_gpu_without_a_variant_of_its_own(device, corpus, repo_id, forks, tmp_path) -> None:
     (variant,) = (ROOT / "build").glob("torch-stable-abi211-cpu-*")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / variant.name).symlink_to(variant)

@@ -49,9 +49,7 @@ def saved(opt, fresh, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("name", "rslora"), [(name, name in ("qwen3_moe_square", "gpt_oss")) for name in DISTINCT]
 )
-def test_our_adapter_in_peft_and_back(
-    opt, device, fresh, name: str, rslora: bool, tmp_path
-) -> None:
+def test_our_adapter_in_peft_and_back(opt, device, fresh, name, rslora, tmp_path) -> None:
     """Logits, and the gradients, which a file holds under PEFT's names if they are the factors."""
     model = attached(opt, fresh(name), use_rslora=rslora)
     opt.integrations.save_peft_adapter(model, tmp_path)
