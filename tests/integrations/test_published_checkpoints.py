@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .._compare import assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
-from ._models import STACKS, attached, build, experts_of, logits, step, tokens
+from ._models import STACKS, attached, build, experts_of, logits, set_random_lora, step, tokens
 from ._published import (
     BNB,
     CHANNELS,
@@ -519,9 +519,11 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     model = load_files()
     base, before = logits(model), model.state_dict()
     model.save_pretrained(tmp_path / "base")
-    attached(opt, model)
+    adapted = logits(attached(opt, model))
     model.save_pretrained(tmp_path / "whole")
+    set_random_lora(model, seed=5)
     model.load_state_dict(load_file(tmp_path / "whole/model.safetensors"))  # as Trainer resumes
+    assert_same_bits(logits(model), adapted)
     again = load_files(tmp_path / "base")
     assert_same_tensors(again.state_dict(), before)
     assert_same_bits(logits(again), base)
