@@ -531,41 +531,34 @@ def test_the_other_way_computes_the_same(qlora, opt) -> None:
 
 
 def test_a_comparison_runs_both_ways_and_training_goes_on_with_ours(
-    qlora, opt, monkeypatch
+    qlora, opt, watch, monkeypatch
 ) -> None:
     """With LoRA attached, as on a GPU that has bitsandbytes; only the clock is another one."""
     pytest.importorskip("bitsandbytes")
     package, size, model = tiny_model(qlora, opt)
     opt.integrations.attach_lora(model, 8, 16.0)
     training = tiny_run(qlora, model, size, 1, SimpleNamespace(type="cuda"))
-    losses, used = [], []
-    usual = qlora.dense_and_grouped
+    outputs = []
+    used = watch(qlora, "dense_and_grouped", lambda *_, **__: True)
 
     def measure(_, step) -> dict[str, float]:
         before = len(used)
         step()
         return {"usual": float(len(used) - before)}
 
-    def counted(*arguments):
-        used.append(arguments)
-        return usual(*arguments)
+    def loss(ids, *_) -> torch.Tensor:
+        outputs.append(model(ids).logits)
+        return outputs[-1].float().square().mean()
 
-    monkeypatch.setattr(qlora, "dense_and_grouped", counted)
     monkeypatch.setattr(qlora, "measure", measure)
-    monkeypatch.setattr(
-        training, "loss", lambda *batch: losses.append(model(*batch[:1])) or total()
-    )
-
-    def total():
-        return losses[-1].logits.float().square().mean()
-
+    monkeypatch.setattr(training, "loss", loss)
     before = {name: p.clone() for name, p in model.named_parameters()}
     found = qlora.compare(training, package, ours_alone=False)
     layers = size.model["num_hidden_layers"]
     assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": {"usual": layers}}
-    first, second = (output.logits for output in losses)
+    first, second = outputs
     assert relative_error(second, first.float()) < 0.05
-    model(losses[-1].logits.argmax(-1))
+    model(second.argmax(-1))
     assert len(used) == layers  # ours again
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and torch.equal(parameter, before[name]), name

@@ -166,21 +166,11 @@ def test_a_failed_save_keeps_the_previous_one(opt, name, step, monkeypatch, tmp_
 @pytest.mark.sees_defect(
     "the folder is not flushed after a rename", "        os.fsync(folder)  #", "        pass  #"
 )
-def test_a_rename_reaches_the_disk(opt, monkeypatch, tmp_path) -> None:
+def test_a_rename_reaches_the_disk(opt, watch, tmp_path) -> None:
     """Every new file is flushed before its rename, the folder that holds its name after it."""
-    rename, flush = os.replace, os.fsync
-    events: list[tuple[str, Path]] = []
-
-    def recorded_flush(descriptor: int) -> None:
-        events.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-        flush(descriptor)
-
-    def recorded_rename(source, target) -> None:
-        events.append(("rename", Path(source)))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_flush)
-    monkeypatch.setattr(os, "replace", recorded_rename)
+    opened = "/proc/self/fd/{}".format
+    events = watch(os, "fsync", lambda _, file: ("flush", Path(os.readlink(opened(file)))))
+    watch(os, "replace", lambda _, source, target: ("rename", Path(source)), events)
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
     renamed = [at for at, (kind, _) in enumerate(events) if kind == "rename"]
     assert len(renamed) == len(FILES)

@@ -5,6 +5,7 @@ import random
 import re
 import socket
 from pathlib import Path
+from unittest import mock
 
 import peft
 import pytest
@@ -274,18 +275,10 @@ def exchanged(tensors: dict[str, torch.Tensor], file: Path) -> None:
     save_file({names[key]: tensor for key, tensor in tensors.items()}, file)
 
 
-@pytest.fixture
-def no_network(monkeypatch) -> None:
-    def refuse(*_, **__):
-        raise AssertionError("the network was asked")
-
+def test_hub_id_with_a_pinned_revision_offline(opt, fresh, saved, tmp_path, monkeypatch) -> None:
+    refuse = mock.Mock(side_effect=AssertionError("the network was asked"))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def test_hub_id_with_a_pinned_revision_offline(
-    opt, fresh, saved, tmp_path, monkeypatch, no_network
-) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--adapter" / "snapshots" / REVISION
     snapshot.mkdir(parents=True)

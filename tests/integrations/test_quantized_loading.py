@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from types import SimpleNamespace
+from unittest import mock
 
 import peft
 import pytest
@@ -114,10 +115,7 @@ def test_saved_and_loaded_without_quantising_again(load, saved, tmp_path, monkey
     """By ours and by transformers, in a format that no default gives."""
     first = load(saved("qwen3_moe"), nested=True, quant_type="fp4", blocksize=32)
     first.save_pretrained(tmp_path / "packed")
-
-    def refuse(*_, **__):
-        raise AssertionError("quantised again")
-
+    refuse = mock.Mock(side_effect=AssertionError("quantised again"))
     monkeypatch.setattr(submodule("kernels.quant.formats"), "nf4_quantize", refuse)
     for again in (load(tmp_path / "packed"), from_pretrained(tmp_path / "packed")):
         assert_same_tensors(again.state_dict(), first.state_dict())
