@@ -1,6 +1,7 @@
 """dispatch: where each op has a kernel, the reason it gives, and that it is given once."""
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -116,10 +117,7 @@ def test_layers_of_experts_take_triton_where_it_has_tensor_cores(
 def test_where_triton_is_missing(dispatch, pretend, monkeypatch):
     pretend((9, 0), compiled=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
-
-    def no_gpu(_):
-        raise AssertionError("torch is not compiled with CUDA")
-
+    no_gpu = mock.Mock(side_effect=AssertionError("torch is not compiled with CUDA"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", no_gpu)
     assert all(picked(dispatch, op) == "reference" for op in WITH_TRITON)
 
