@@ -4,7 +4,6 @@ import ast
 import functools
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,25 +143,9 @@ def dotted(node: ast.expr, known: dict[str, str]) -> str | None:
     return ".".join(reversed(parts))
 
 
-def executed_at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """Every node that runs when the file is imported: all but the bodies of functions.
-
-    Decorators, default values and class bodies do run.
-    """
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += node.decorator_list + node.args.defaults
-            waiting += [default for default in node.args.kw_defaults if default is not None]
-        elif isinstance(node, ast.Lambda):
-            waiting += node.args.defaults
-        else:
-            waiting += ast.iter_child_nodes(node)
-
-
 def in_functions(tree: ast.Module) -> set[ast.AST]:
-    """Nodes that run only when a function is called."""
-    at_import = set(executed_at_import(tree))
-    return {node for node in ast.walk(tree) if node not in at_import}
+    """Nodes that run only when a function is called: not decorators and default values."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, functions)]
+    parts = [part for body in bodies for part in (body if isinstance(body, list) else [body])]
+    return {node for part in parts for node in ast.walk(part)}

@@ -5,7 +5,6 @@ too small a scope shows in no result, since all that it could miss lies in one L
 machine code of the kernels that wait for other GPUs is looked at: their loads and fences.
 """
 
-import ast
 import dataclasses
 import fcntl
 import os
@@ -14,7 +13,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +31,7 @@ from ._checkout import (
     tool,
     variant_of,
 )
+from ._project import aliases, parse
 
 KERNELS = tomllib.loads((ROOT / "build.toml").read_text())["kernel"].values()
 # Of the CPU variant: its kernels, the binding, and the stand-ins for a newer g++.
@@ -300,9 +300,7 @@ def make(sources: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.mark.parametrize("marker", [".ready", ".ready-demo", None])
-def test_the_demo_says_how_long_it_takes_before_it_begins(
-    make, sources: Path, tmp_path: Path, marker: str | None
-):
+def test_the_demo_says_how_long_it_takes_before_it_begins(make, sources, tmp_path, marker):
     venv, environment = sources / ".venv", marker is not None
     if environment:
         (venv / "bin").mkdir(parents=True)
@@ -317,8 +315,10 @@ def test_the_demo_says_how_long_it_takes_before_it_begins(
     assert any("pip install" in line for line in ran) == (not environment)
 
 
-def test_other_commands_complete_the_environment_of_the_demo(make, sources: Path):
-    """A whole one then serves the demo, too."""
+def test_the_demo_installs_what_it_imports_and_other_commands_the_rest(make, sources: Path):
+    """Its scripts and the modules beside them; dependencies of what is listed do not count. A
+    whole environment then serves the demo, too.
+    """
     installed = sources / ".venv" / "requirements.txt"
 
     def pins() -> set[str]:
@@ -326,34 +326,20 @@ def test_other_commands_complete_the_environment_of_the_demo(make, sources: Path
 
     assert any("pip install" in line for line in make("demo"))
     few = pins()
-    make("setup")
-    everything = set(re.findall(r"^\S+==\S+$", (ROOT / "tools/requirements.txt").read_text(), re.M))
-    assert few < pins() == everything
-    assert not any("pip install" in line for line in make("demo", "test"))
-
-
-def test_the_demo_installs_what_it_imports(make, sources: Path):
-    """Its scripts and the modules beside them; dependencies of what is listed do not count."""
-    make("demo")
-    pinned = (sources / ".venv" / "requirements.txt").read_text()
-    listed = {name.replace("-", "_") for name in re.findall(r"^([\w.-]+)==", pinned, re.M)}
+    listed = {line.split("==")[0].replace("-", "_") for line in few}
     for folder, scripts in (
         ("tools", ("build_local.py", "announce_demo.py", "local_build/*.py")),
         ("examples", ("train_demo.py", "demo/*.py")),
     ):
         paths = [path for script in scripts for path in sorted((ROOT / folder).glob(script))]
         own = {path.parent.name for path in paths} | {path.stem for path in paths}
-        wanted = {name for path in paths for name in imported(path)}
+        names = [name for path in paths for name in aliases(parse(path)).values()]
+        wanted = {name.split(".")[0] for name in names}
         assert wanted - own - set(sys.stdlib_module_names) <= listed
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Top-level names of what a file imports, in functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.split(".")[0]
+    make("setup")
+    everything = set(re.findall(r"^\S+==\S+$", (ROOT / "tools/requirements.txt").read_text(), re.M))
+    assert few < pins() == everything
+    assert not any("pip install" in line for line in make("demo", "test"))
 
 
 @pytest.fixture
@@ -414,9 +400,7 @@ def test_the_toolkit_that_is_taken(toolkits, tmp_path: Path):
         ("13.2", None, True),  # a CPU build of torch: the variant is for another machine
     ],
 )
-def test_a_toolkit_must_suit_the_installed_torch(
-    toolkits, tmp_path: Path, toolkit: str, torch_cuda: str | None, loads: bool
-):
+def test_a_toolkit_must_suit_the_installed_torch(toolkits, tmp_path, toolkit, torch_cuda, loads):
     from kernels.backends import CUDA
     from kernels.variants import _resolve_variant_for_system, parse_variant
     from packaging.version import Version
@@ -553,24 +537,15 @@ def test_missing_checker_is_an_error_unless_asked_for(checkout: Path, tmp_path: 
     assert "manylinux_2_28" in done.stderr and "not audited" in done.stdout
 
 
-def artifacts() -> list[Path]:
-    return sorted((ROOT / "build").glob("torch*/*.abi3.so"))
-
-
 @pytest.mark.artifacts
 def test_every_artifact_passes_every_check():
+    """None embeds a path of this torch: `__FILE__` in its headers carries the builder's folder."""
     audit, torch = tool("local_build.audit"), tool("local_build.toolchain").find_torch()
-    libraries = artifacts()
+    libraries = sorted((ROOT / "build").glob("torch*/*.abi3.so"))
     assert libraries, "no variant in build/: run `make build`"
     for library in libraries:
         audit.audit_library(library, torch)  # what cannot be published runs here all the same
-
-
-@pytest.mark.artifacts
-def test_artifacts_embed_no_path_of_this_torch():
-    """`__FILE__` in torch's headers would carry the folder of whoever built into every message."""
-    audit = tool("local_build.audit")
-    assert [audit.check_headers(library) for library in artifacts()] == [[]] * len(artifacts())
+        assert audit.check_headers(library) == []
 
 
 def test_a_linked_environment_leaves_no_path_of_torch(tmp_path: Path, monkeypatch):

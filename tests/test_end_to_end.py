@@ -201,24 +201,19 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
     assert changed == {"end_to_end of experts"}
 
 
-@pytest.fixture
-def programs(tmp_path: Path) -> Path:
-    """300 files, every third of which stands there twice."""
+def test_no_text_is_trained_on_and_held_out(harness, tmp_path: Path) -> None:
+    """Of 300 files, every third of which stands there twice, and one that is no text."""
     for number in range(300):
         text = "\n".join(f"def f{number}_{k}(x):\n    return x + {k}" for k in range(20))
         folders = ("a", "b")[: 1 + (number % 3 == 0)]
-        write_files(tmp_path / "programs", {f"{f}/m{number}.py": text for f in folders})
-    (tmp_path / "programs" / "latin.py").write_bytes(b"# \xff\n")
-    return tmp_path / "programs"
-
-
-def test_no_text_is_trained_on_and_held_out(harness, programs: Path) -> None:
+        write_files(tmp_path, {f"{f}/m{number}.py": text for f in folders})
+    (tmp_path / "latin.py").write_bytes(b"# \xff\n")
     split, recipe = harness.tokens.split, harness.tokens.Recipe(vocabulary=400)
-    train, held_out = split([programs], recipe)
+    train, held_out = split([tmp_path], recipe)
     assert len(train) + len(held_out) == 300  # a copy counts once
     assert not set(train) & set(held_out) and 5 < len(held_out) < 45
-    assert (train, held_out) == split([programs, programs], recipe)
-    few, _ = split([programs], dataclasses.replace(recipe, train_bytes=10_000))
+    assert (train, held_out) == split([tmp_path, tmp_path], recipe)
+    few, _ = split([tmp_path], dataclasses.replace(recipe, train_bytes=10_000))
     assert few == train[: len(few)] and 9_000 < sum(map(len, few)) < 12_000
 
 
@@ -229,13 +224,10 @@ def test_layers_of_the_first_calls_are_listed_and_not(harness) -> None:
     assert f"Model({listed})" in text and f"Model({unlisted})" not in text
 
 
-def test_a_first_call_that_fails_has_no_time(harness) -> None:
-    use = harness.first_use
-    assert not use.figure("first_use/layer", None, compiler=True)[0].ok
-
-
 def test_a_first_call_finds_no_compiler(harness, monkeypatch) -> None:
+    """One that fails has no time."""
     use, seen = harness.first_use, {}
+    assert not use.figure("first_use/layer", None, compiler=True)[0].ok
 
     def run(command, **options):
         seen.update(options["env"], command=command)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from ._checkout import ROOT, built_checkout, copy_from_root, run_command
+from ._project import write_files
 
 USE = """
 packed = torch.arange(64, dtype=torch.uint8)  # two experts of 4 x 16, packed two to a byte
@@ -119,9 +120,7 @@ def test_works_without_triton_and_numpy(repo_id: str, local: dict[str, str]):
     assert output.strip() == "set()"
 
 
-def test_import_touches_no_device_and_none_of_our_triton_modules(
-    repo_id: str, local: dict[str, str]
-):
+def test_import_touches_no_device_and_none_of_our_triton_modules(repo_id, local):
     """The Hub imports the package in a sandbox without a GPU; autotuning there would fail."""
     inspect = """
     import sys
@@ -132,9 +131,7 @@ def test_import_touches_no_device_and_none_of_our_triton_modules(
     assert output.strip() == "True False []"
 
 
-def test_two_builds_live_side_by_side(
-    repo_id: str, local: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-):
+def test_two_builds_live_side_by_side(repo_id, local, tmp_path_factory):
     other = built_checkout(tmp_path_factory.getbasetemp())
     code = f"""
     from pathlib import Path
@@ -206,38 +203,25 @@ def test_the_sentence_names_reason_and_remedy(no_variant, name: str) -> None:
     assert all(part in text for part in parts), text
 
 
-def load_error(forks, checkout: Path, repo_id: str, cuda: str | None) -> str:
-    """What the client ends with under a torch that was built for `cuda`, without a GPU."""
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_the_client_ends_with_the_sentence(forks, repo_id: str, cuda, tmp_path: Path) -> None:
+    """Of a checkout without a variant, or under a CUDA build of torch without a GPU."""
+    copy_from_root(tmp_path, "metadata.json", "no_variant")
+    if cuda:
+        write_files(tmp_path, {f"build/{CPU}/metadata.json": "{}"})
     code = (
         f"import torch; torch.version.cuda = {cuda!r}\n"
         f"from kernels import get_kernel; get_kernel({repo_id!r}, version=1)"
     )
-    local = {"LOCAL_KERNELS": f"{repo_id}={checkout}", "CUDA_VISIBLE_DEVICES": ""}
+    local = {"LOCAL_KERNELS": f"{repo_id}={tmp_path}", "CUDA_VISIBLE_DEVICES": ""}
     done = forks.run("-c", code, environment=os.environ | local)
     assert done.returncode == 1
-    return done.stderr
-
-
-@pytest.fixture
-def unbuilt(tmp_path: Path) -> Path:
-    """What of a checkout the client reads before anything is built."""
-    copy_from_root(tmp_path, "metadata.json", "no_variant")
-    return tmp_path
-
-
-def test_the_client_is_told_to_build(forks, unbuilt: Path, repo_id: str) -> None:
-    text = load_error(forks, unbuilt, repo_id, None)
-    assert f"ImportError: nothing is built for the CPU: run `make build` in {unbuilt}" in text
-
-
-def test_a_cuda_build_of_torch_without_a_gpu_is_told_of_the_backend(
-    forks, unbuilt: Path, repo_id: str
-) -> None:
-    (unbuilt / "build" / CPU).mkdir(parents=True)
-    (unbuilt / "build" / CPU / "metadata.json").write_text("{}")
-    text = load_error(forks, unbuilt, repo_id, "13.0")
-    assert "ImportError: torch 2" in text
-    assert 'there is no GPU: `get_kernel(..., backend="cpu")` takes' in text
+    if cuda:
+        assert "ImportError: torch 2" in done.stderr
+        assert 'there is no GPU: `get_kernel(..., backend="cpu")` takes' in done.stderr
+    else:
+        text = f"ImportError: nothing is built for the CPU: run `make build` in {tmp_path}"
+        assert text in done.stderr
 
 
 def test_another_version_than_that_of_the_checkout_is_refused(repo_id: str, local: dict[str, str]):
@@ -265,9 +249,7 @@ def test_another_version_than_that_of_the_checkout_is_refused(repo_id: str, loca
         'above["get_kernel"]("org/above", version=7)',
     ],
 )
-def test_nobody_asked_for_a_version_of_the_checkout(
-    repo_id: str, local: dict[str, str], call: str
-) -> None:
+def test_nobody_asked_for_a_version_of_the_checkout(repo_id, local, call) -> None:
     """But for a revision, for its folder, or for a kernel of another repository that loads it."""
     code = f"""
     from pathlib import Path

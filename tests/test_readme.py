@@ -168,9 +168,7 @@ def newcomer(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_three_commands_of_the_readme_lead_to_a_trained_model(
-    newcomer: dict[str, str], tmp_path: Path
-) -> None:
+def test_three_commands_of_the_readme_lead_to_a_trained_model(newcomer, tmp_path) -> None:
     checkout = copy_checkout(tmp_path / "checkout")
     copy_from_root(checkout, "Makefile", "README.md", "metadata.json", "no_variant", "tools")
     quickstart = blocks(ROOT / "README.md")[0]

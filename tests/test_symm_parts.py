@@ -35,12 +35,15 @@ def test_a_part_is_the_tests_marked_so(forks, tmp_path) -> None:
     assert status != 0 and "has no part ['four ranks']" in output
 
 
-@pytest.mark.parametrize("failing", (None, "products"))
+@pytest.mark.parametrize("failing", (None, "products", "all"))
 def test_parts_see_one_gpu_and_are_added_up(monkeypatch, capsys, tmp_path, failing) -> None:
+    """A run of no tests fails, too."""
     parts, seen = tool("symm_parts"), {}
 
     def run(command, env, stdout, stderr):
         seen[env["SYMM_PART"]] = env["CUDA_VISIBLE_DEVICES"]
+        if failing == "all":
+            return subprocess.CompletedProcess(command, parts.NO_TESTS)
         stdout.write("10 random cases, 3 exchanges of soaks\n")
         failed = env["SYMM_PART"] == failing
         stdout.write("1 failed, " * failed + "2 passed, 9 skipped, 7 deselected in 5.00s (0:05)\n")
@@ -51,17 +54,11 @@ def test_parts_see_one_gpu_and_are_added_up(monkeypatch, capsys, tmp_path, faili
     monkeypatch.setenv("OUT", str(tmp_path))
     assert parts.main(["-q"]) == (failing is not None)
     output = capsys.readouterr().out
+    assert set(seen) == set(parts.PARTS) and set(seen.values()) == {"4", "6", "4,6"}
+    assert seen["random cases of four ranks"] == "4" and seen["several GPUs"] == "4,6"
+    if failing == "all":
+        assert "no tests; " in output
+        return
     counts = "18 exchanges of soaks, " + "1 failed, " * bool(failing)
     assert f"{counts}12 passed, 60 random cases, 54 skipped; " in output
     assert ("failed: products" in output) == bool(failing)
-    assert set(seen) == set(parts.PARTS) and set(seen.values()) == {"4", "6", "4,6"}
-    assert seen["random cases of four ranks"] == "4" and seen["several GPUs"] == "4,6"
-
-
-def test_a_run_of_no_tests_fails(monkeypatch, capsys, tmp_path) -> None:
-    parts = tool("symm_parts")
-    none = subprocess.CompletedProcess((), parts.NO_TESTS)
-    monkeypatch.setattr(parts.subprocess, "run", lambda *_, **options: none)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    assert parts.main([]) == 1 and "no tests; " in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Names of torch that the package writes out exist in the torch that runs these tests."""
 
 import ast
-import importlib
+import pkgutil
 import types
 from pathlib import Path
 
@@ -17,19 +17,15 @@ def is_missing(name: str) -> bool:
 
     What instances have, no class tells: behind any other value everything is taken to exist.
     """
-    root, *parts = name.split(".")
-    found = importlib.import_module(root)
+    found, *parts = name.split(".")
     for part in parts:
-        if not isinstance(found, types.ModuleType | type):
+        if not isinstance(pkgutil.resolve_name(found), types.ModuleType | type):
             return False
-        if not hasattr(found, part):
-            if isinstance(found, type):
-                return True
-            try:
-                importlib.import_module(f"{found.__name__}.{part}")
-            except ImportError:
-                return True
-        found = getattr(found, part)
+        found += f".{part}"
+        try:
+            pkgutil.resolve_name(found)
+        except (AttributeError, ImportError):
+            return True
     return False
 
 

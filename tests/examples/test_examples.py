@@ -100,21 +100,18 @@ def histories(out: Path) -> dict[str, dict]:
     return {name: {k: v for k, v in h.items() if k != "seconds"} for name, h in saved.items()}
 
 
-def test_both_optimizers_learn(finished: Path) -> None:
+def test_both_optimizers_learn_and_a_table_says_how(finished: Path, repo_id: str) -> None:
+    """It names losses, steps, times and kernels."""
+    table = (finished / "table.md").read_text()
+    assert table in (finished / "printed.txt").read_text()
     for name in OPTIMIZERS:
         history = histories(finished)[name]
         assert len(history["train"]) == STEPS
         steps, losses = zip(*history["held_out"], strict=True)
         assert steps == tuple(range(STEPS // 40, STEPS + 1, STEPS // 40))
         assert losses[-1] < losses[0] - 1  # nats per byte; it starts above ln 256 = 5.5
+        assert f"{losses[-1]:.4f}" in table
     assert histories(finished)["AdamW"]["train"][0] == histories(finished)["MuonAdamW"]["train"][0]
-
-
-def test_table_names_losses_steps_times_and_kernels(finished: Path, repo_id: str) -> None:
-    table = (finished / "table.md").read_text()
-    assert table in (finished / "printed.txt").read_text()
-    for name in OPTIMIZERS:
-        assert f"{histories(finished)[name]['held_out'][-1][1]:.4f}" in table
     for words in ("steps to AdamW's held-out loss", "seconds in training steps", "tokens/s"):
         assert words in table
     assert f"{repo_id} version 1, torch-stable-abi" in table  # the variant that get_kernel chose
@@ -122,9 +119,7 @@ def test_table_names_losses_steps_times_and_kernels(finished: Path, repo_id: str
         assert words in table
 
 
-def test_interrupted_run_resumes_bit_for_bit(
-    finished: Path, corpus: Path, forked, tmp_path: Path
-) -> None:
+def test_interrupted_run_resumes_bit_for_bit(finished, corpus, forked, tmp_path) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--checkpoint-every", 7)
     output = interrupt(tmp_path, "AdamW", *options)
     assert "--resume" in output
@@ -142,9 +137,7 @@ def test_interrupted_run_resumes_bit_for_bit(
             assert (tmp_path / file.relative_to(finished)).read_bytes() == file.read_bytes()
 
 
-def test_resume_refuses_what_does_not_fit(
-    finished: Path, corpus: Path, forked, tmp_path: Path
-) -> None:
+def test_resume_refuses_what_does_not_fit(finished, corpus, forked, tmp_path) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--resume")
     before = sorted(path for path in finished.rglob("*"))
     for refused, words in (
@@ -223,9 +216,7 @@ sys.exit(train_demo.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
-def test_gpu_without_a_variant_of_its_own(
-    device: str | None, corpus: Path, repo_id: str, forks, tmp_path: Path
-) -> None:
+def test_gpu_without_a_variant_of_its_own(device, corpus, repo_id, forks, tmp_path) -> None:
     (variant,) = (ROOT / "build").glob("torch-stable-abi211-cpu-*")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / variant.name).symlink_to(variant)
@@ -364,20 +355,18 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_base_and_lora_learn(finetuned: Path) -> None:
+def test_peft_gets_the_losses_that_training_saw(finetuned: Path, example) -> None:
+    """Base and adapter are read by transformers and PEFT alone, and evaluated on the same text;
+    both trainings learned.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
     runs = json.loads((finetuned / "results.json").read_text())["runs"]
     for name, steps, gain in (("base", 60, 2.0), ("LoRA", 80, 0.15)):
         assert len(runs[name]["train"]) == steps
         losses = [loss for _, loss in runs[name]["held_out"]]
         assert losses[-1] < losses[0] - gain  # nats per byte
-
-
-def test_peft_gets_the_losses_that_training_saw(finetuned: Path, example) -> None:
-    """Base and adapter are read by transformers and PEFT alone, and evaluated on the same text."""
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    runs = json.loads((finetuned / "results.json").read_text())["runs"]
     script = example("finetune_moe_lora")
     size = script.SIZES["tiny"]
     tokens, targets = script.held_out_batch(script.help_texts(torch.device("cpu")), size)
@@ -542,41 +531,34 @@ def test_the_other_way_computes_the_same(qlora, opt) -> None:
 
 
 def test_a_comparison_runs_both_ways_and_training_goes_on_with_ours(
-    qlora, opt, monkeypatch
+    qlora, opt, watch, monkeypatch
 ) -> None:
     """With LoRA attached, as on a GPU that has bitsandbytes; only the clock is another one."""
     pytest.importorskip("bitsandbytes")
     package, size, model = tiny_model(qlora, opt)
     opt.integrations.attach_lora(model, 8, 16.0)
     training = tiny_run(qlora, model, size, 1, SimpleNamespace(type="cuda"))
-    losses, used = [], []
-    usual = qlora.dense_and_grouped
+    outputs = []
+    used = watch(qlora, "dense_and_grouped", lambda *_, **__: True)
 
     def measure(_, step) -> dict[str, float]:
         before = len(used)
         step()
         return {"usual": float(len(used) - before)}
 
-    def counted(*arguments):
-        used.append(arguments)
-        return usual(*arguments)
+    def loss(ids, *_) -> torch.Tensor:
+        outputs.append(model(ids).logits)
+        return outputs[-1].float().square().mean()
 
-    monkeypatch.setattr(qlora, "dense_and_grouped", counted)
     monkeypatch.setattr(qlora, "measure", measure)
-    monkeypatch.setattr(
-        training, "loss", lambda *batch: losses.append(model(*batch[:1])) or total()
-    )
-
-    def total():
-        return losses[-1].logits.float().square().mean()
-
+    monkeypatch.setattr(training, "loss", loss)
     before = {name: p.clone() for name, p in model.named_parameters()}
     found = qlora.compare(training, package, ours_alone=False)
     layers = size.model["num_hidden_layers"]
     assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": {"usual": layers}}
-    first, second = (output.logits for output in losses)
+    first, second = outputs
     assert relative_error(second, first.float()) < 0.05
-    model(losses[-1].logits.argmax(-1))
+    model(second.argmax(-1))
     assert len(used) == layers  # ours again
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and torch.equal(parameter, before[name]), name

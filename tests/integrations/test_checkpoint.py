@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .._compare import assert_all_same_bits, assert_same_bits
-from ..optimizers._steps import parameters, train, values
+from .._compare import assert_same_bits
+from ..optimizers._steps import parameters, train
 from ..optimizers.test_offload import assert_same_values
 from ..optimizers.test_state import (
     MAKERS,
@@ -25,7 +25,6 @@ from ..optimizers.test_state import (
     SHAPES,
     assert_same_state,
     muon,
-    muon_adamw,
     state_tensors,
 )
 
@@ -44,28 +43,6 @@ def disk_full(*_, **__):
     raise OSError("disk full")
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("make", [muon, muon_adamw], ids=["Muon", "MuonAdamW"])
-def test_a_resumed_run_continues_bit_for_bit(opt, device, make, dtype, tmp_path) -> None:
-    params = parameters(SHAPES, dtype=dtype, device=device)
-    optimizer = make(opt, params)
-    train(optimizer, params, 3)
-    opt.save_optimizer(optimizer, tmp_path)
-    assert contents(tmp_path).keys() == FILES
-    readable = json.loads((tmp_path / "optimizer.json").read_text())
-    assert readable["class"] == type(optimizer).__name__
-    assert readable["groups"][0]["names"] == optimizer.parameter_names(0)
-    assert readable["groups"][0]["options"]["momentum"] == 0.95
-    resumed_params = copies(params)
-    resumed = make(opt, resumed_params, lr=0.5, weight_decay=0.0)
-    opt.load_optimizer(resumed, tmp_path)
-    assert_same_state(resumed, optimizer)
-    train(optimizer, params, 3, seed=50)
-    train(resumed, resumed_params, 3, seed=50)
-    assert_all_same_bits(values(params), values(resumed_params))
-
-
 def options_of(optimizer):
     return [
         {key: value for key, value in group.items() if key != "params"}
@@ -73,6 +50,7 @@ def options_of(optimizer):
     ]
 
 
+@pytest.mark.kernels_ci
 def test_every_kind_of_option_round_trips(opt, device, tmp_path) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = muon(
@@ -90,6 +68,11 @@ def test_every_kind_of_option_round_trips(opt, device, tmp_path) -> None:
     optimizer.param_groups[1]["initial_lr"] = 1e-3  # as schedulers leave it
     optimizer.param_groups[1]["milestones"] = [1, (2, None), {"a": True}]  # as users may
     opt.save_optimizer(optimizer, tmp_path)
+    assert contents(tmp_path).keys() == FILES
+    readable = json.loads((tmp_path / "optimizer.json").read_text())
+    assert readable["class"] == "Muon"
+    assert readable["groups"][0]["names"] == optimizer.parameter_names(0)
+    assert readable["groups"][0]["options"]["momentum"] == 0.95
     other = muon(opt, copies(params))
     other.param_groups[1]["milestones"] = None
     opt.load_optimizer(other, tmp_path)
@@ -111,19 +94,6 @@ def test_tensor_learning_rate(opt, device, dtype, tmp_path) -> None:
     number = muon(opt, copies(params), lr=0.5)
     opt.load_optimizer(number, tmp_path)
     assert_same_bits(number.param_groups[0]["lr"], lr)
-
-
-def test_a_function_for_the_rate_is_kept_not_saved(opt, device, tmp_path) -> None:
-    def rule(lr, rows, columns):
-        return lr
-
-    params = parameters(SHAPES, device=device)
-    opt.save_optimizer(muon(opt, params, adjust_lr_fn=rule), tmp_path)
-    other = muon(opt, params, adjust_lr_fn=rule)
-    opt.load_optimizer(other, tmp_path)
-    assert other.param_groups[0]["adjust_lr_fn"] is rule
-    with pytest.raises(ValueError, match="adjust_lr_fn was a function, which is not saved"):
-        opt.load_optimizer(muon(opt, params), tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", None])
@@ -198,21 +168,11 @@ def test_a_failed_save_keeps_the_previous_one(opt, name, step, monkeypatch, tmp_
 @pytest.mark.sees_defect(
     "the folder is not flushed after a rename", "        os.fsync(folder)  #", "        pass  #"
 )
-def test_a_rename_reaches_the_disk(opt, monkeypatch, tmp_path) -> None:
+def test_a_rename_reaches_the_disk(opt, watch, tmp_path) -> None:
     """Every new file is flushed before its rename, the folder that holds its name after it."""
-    rename, flush = os.replace, os.fsync
-    events: list[tuple[str, Path]] = []
-
-    def recorded_flush(descriptor: int) -> None:
-        events.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-        flush(descriptor)
-
-    def recorded_rename(source, target) -> None:
-        events.append(("rename", Path(source)))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_flush)
-    monkeypatch.setattr(os, "replace", recorded_rename)
+    opened = "/proc/self/fd/{}".format
+    events = watch(os, "fsync", lambda _, file: ("flush", Path(os.readlink(opened(file)))))
+    watch(os, "replace", lambda _, source, target: ("rename", Path(source)), events)
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
     renamed = [at for at, (kind, _) in enumerate(events) if kind == "rename"]
     assert len(renamed) == len(FILES)
@@ -341,10 +301,8 @@ FAULTS = [
     ({"groups.1": GONE, "state.1.": GONE}, "has 1 groups, the optimizer 2"),
     ({"groups.0.names.3": "c"}, rf"group 0: nothing was saved for \['{NAMES[3]}'\]; .*: \['c'\]"),
     ({"groups.0.names.3": GONE, "state.0.3.": GONE}, "3 parameters were saved, 4 are present"),
-    ({f"{OPTION}.momentum": 7}, "group 0: momentum must lie in"),
     ({f"{OPTION}.momentum": "much"}, "group 0: momentum must be"),
     ({f"{OPTION}.lr": float("nan")}, "group 0: lr must be finite"),
-    ({"state.1.0.exp_avg": GONE}, "group 1, parameter 'table': the loaded state has no exp_avg"),
     ({"state.0.2.momentum_buffer": TWO}, rf"'wide': {STATE} .* shape \(2,\), expected \(4, 12\)"),
     ({"class": GONE}, "class must be a str, got None"),
     ({"groups": GONE}, "groups must be a list, got None"),
@@ -361,11 +319,8 @@ FAULTS = [
     ({"state.a.0.b": TWO}, "belongs to no"),
     ({"x": TWO}, "tensor 'x' belongs to no"),
     ({"state.1.0.step": torch.nan}, f"group 1, .*'table': {STATE} step holds nan; it must be fin"),
-    ({"state.1.1.step": -3}, f"'bias': {STATE} step holds -3.0; it must be finite and at least 0"),
     ({"state.1.1.step": torch.inf}, f"'bias': {STATE} step holds inf; it must"),
-    ({"state.1.0.exp_avg_sq": -1e-30}, f"{STATE} exp_avg_sq holds -1.0.*e-30; it must be at least"),
     ({"state.1.0.exp_avg_sq": torch.nan}, f"'table': {STATE} exp_avg_sq holds nan; it must be at"),
-    ({"state.0.0.second_momentum_buffer": -1}, f"{STATE} second_momentum_buffer holds -1.0; it"),
 ]
 
 

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from ..optimizers._steps import new_gradients, parameters
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+EVENTS = [name for name in EVENTS if name not in ("on_train_begin", "on_train_end")]
 
 
 @pytest.fixture
@@ -134,36 +135,29 @@ def test_wrong_arguments(profiler, tmp_path) -> None:
         profile.__enter__()
 
 
-class Trainer:
-    """How Hugging Face's Trainer drives its callbacks: every event, by name, with its state."""
+def drive(callback, training, steps: int, fail_at: int | None = None) -> None:
+    """As Hugging Face's Trainer drives its callbacks: every event, by name, with its state."""
 
-    def __init__(self, callback, training) -> None:
-        self.callback, self.training = callback, training
-        self.tell("on_init_end")
-
-    def tell(self, event: str) -> None:
-        result = getattr(self.callback, event)("args", "state", "control", model=None)
+    def tell(event: str) -> None:
+        result = getattr(callback, event)("args", "state", "control", model=None)
         assert result is None  # anything else would replace the Trainer's control
 
-    def train(self, steps: int, fail_at: int | None = None) -> None:
-        self.tell("on_train_begin")
-        for step in range(steps):
-            if step == fail_at:
-                raise ValueError("planted")
-            self.training()
-            for event in EVENTS:
-                if event not in ("on_train_begin", "on_train_end"):
-                    self.tell(event)
-        self.tell("on_train_end")
+    tell("on_train_begin")
+    for step in range(steps):
+        if step == fail_at:
+            raise ValueError("planted")
+        training()
+        for event in EVENTS:
+            tell(event)
+    tell("on_train_end")
 
 
 def test_the_callback(profiler, training, tmp_path) -> None:
     callback = profiler.ProfileCallback(2, 2, tmp_path)
-    trainer = Trainer(callback, training)
-    trainer.train(6)
+    drive(callback, training, 6)
     assert marks(tmp_path, "rank000-steps2-3") == ["mark 2", "mark 3"]
     assert len(callback.files) >= 2
-    trainer.train(3)  # again, and it ends early
+    drive(callback, training, 3)  # again, and it ends early
     assert marks(tmp_path, "rank000-steps2-3") == ["mark 2", "mark 3"]
     assert marks(tmp_path, "rank000-steps2-2") == ["mark 8"]
     assert not hasattr(callback, "state")
@@ -172,9 +166,8 @@ def test_the_callback(profiler, training, tmp_path) -> None:
 def test_the_callback_after_an_exception(profiler, training, tmp_path) -> None:
     """And after it was closed, where training goes on."""
     callback = profiler.ProfileCallback(1, 5, tmp_path)
-    trainer = Trainer(callback, training)
     with pytest.raises(ValueError, match="planted"):
-        trainer.train(6, fail_at=3)
+        drive(callback, training, 6, fail_at=3)
     callback.close()
     (trace,) = tmp_path.glob("trace-*")
     assert marks(tmp_path, trace.stem.removeprefix("trace-")) == ["mark 1", "mark 2"]

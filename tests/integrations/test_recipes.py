@@ -329,31 +329,9 @@ def test_verl(opt, contract) -> None:
 
 
 def test_llama_factory(opt, contract) -> None:
-    """LLaMA-Factory ff6d4d1: _create_muon_optimizer; the update is that of its Muon."""
-    theirs = contract.module("llamafactory.third_party.muon", Muon=None)
-    started = []
-    contract.module("llamafactory.train.tuner", run_exp=lambda: started.append(True))
-    plugins = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
-    contract.module(plugins, OptimizerPlugin=None)
-    contract.module("llamafactory.v1.launcher", main=None)
-    contract.load("llama-factory.md")
-    assert not started  # only as __main__
-    params = parameters([(12, 4), (5,)], dtype=torch.float64)
-    optimizer = theirs.Muon(
-        lr=1e-3,
-        wd=0.1,
-        muon_params=params[:1],
-        adamw_params=params[1:],
-        adamw_betas=(0.8, 0.9),
-        adamw_eps=1e-6,
-    )
-    shared = {"lr": 1e-3, "weight_decay": 0.1}
-    rule = {**shared, "rows": [KELLER_JORDAN] * 5}
-    assert_three_steps(opt, optimizer, params, rule, **shared, betas=(0.8, 0.9), eps=1e-6)
-
-
-def test_llama_factory_v1(opt, contract) -> None:
-    """LLaMA-Factory ff6d4d1: OptimizerPlugin(name).register() and OptimizerPlugin(name)(...)."""
+    """LLaMA-Factory ff6d4d1: _create_muon_optimizer, where the update is that of its Muon; and
+    OptimizerPlugin(name).register() and OptimizerPlugin(name)(...) of its version 1.
+    """
 
     class OptimizerPlugin:
         registry: ClassVar[dict[str, Any]] = {}
@@ -367,10 +345,27 @@ def test_llama_factory_v1(opt, contract) -> None:
         def __call__(self, *arguments: Any) -> Any:
             return self.registry[self.name](*arguments)
 
+    theirs = contract.module("llamafactory.third_party.muon", Muon=None)
+    started = []
+    contract.module("llamafactory.train.tuner", run_exp=lambda: started.append(True))
     plugins = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
     contract.module(plugins, OptimizerPlugin=OptimizerPlugin)
-    contract.module("llamafactory.v1.launcher", main=None)
-    importlib.import_module(contract.files("llama-factory.md")[1])
+    contract.module("llamafactory.v1.launcher", main=lambda: started.append(True))
+    for name in contract.files("llama-factory.md"):
+        importlib.import_module(name)
+    assert not started  # only as __main__
+    params = parameters([(12, 4), (5,)], dtype=torch.float64)
+    optimizer = theirs.Muon(
+        lr=1e-3,
+        wd=0.1,
+        muon_params=params[:1],
+        adamw_params=params[1:],
+        adamw_betas=(0.8, 0.9),
+        adamw_eps=1e-6,
+    )
+    shared = {"lr": 1e-3, "weight_decay": 0.1}
+    rule = {**shared, "rows": [KELLER_JORDAN] * 5}
+    assert_three_steps(opt, optimizer, params, rule, **shared, betas=(0.8, 0.9), eps=1e-6)
     model = TinyTransformer()
     optimizer = OptimizerPlugin("hub_muon")(model, {"lr": 2e-4})
     assert isinstance(optimizer, opt.Muon) and muon_names(model, optimizer) == HIDDEN

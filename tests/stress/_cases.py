@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import CALLS, FLOATS, Call, Package
-from ._problem import DifferenceError, bits
+from ._problem import bits
 
 # What torch says itself of an argument of an op, of a device and of memory that is not there.
 BY_TORCH = (
@@ -238,21 +238,17 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _assert_named(call: Call, error: BaseException) -> None:
-    if not call.spoiled and not call.also:
-        raise DifferenceError(f"valid arguments were refused: {error}") from error
+    assert call.spoiled or call.also, f"valid arguments were refused: {error}"
     text = str(error)
     if isinstance(error, TypeError) and ("unexpected keyword" in text or "missing" in text):
         return
-    if not any(word.lower() in text.lower() for word in (*call.arguments, *call.words)):
-        raise DifferenceError(
-            f"{type(error).__name__} names none of {[*call.arguments]}: {text}"
-        ) from error
+    named = any(word.lower() in text.lower() for word in (*call.arguments, *call.words))
+    assert named, f"{type(error).__name__} names none of {[*call.arguments]}: {text}"
 
 
 def _assert_kept(call: Call, before: dict[str, bytes], after: dict[str, bytes], how: str) -> None:
     changed = [path for path, value in before.items() if after.get(path, value) != value]
-    if changed:
-        raise DifferenceError(f"{how}, and changed {changed}")
+    assert not changed, f"{how}, and changed {changed}"
 
 
 def shown(value: Any) -> str:

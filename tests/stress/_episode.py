@@ -26,7 +26,6 @@ from torch.optim import lr_scheduler
 
 from ..optimizers.test_numbers import NoHostReads
 from ._problem import (
-    DifferenceError,
     Pair,
     Run,
     Source,
@@ -78,9 +77,9 @@ class Episode(Pair):
         except errors:
             pass
         except Exception as error:
-            raise DifferenceError(f"{what}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
         else:
-            raise DifferenceError(f"{what}: accepted")
+            raise AssertionError(f"{what}: accepted")
         assert_unchanged(self.run, before, f"after {what} was refused")
 
     def fill_gradients(self) -> None:
@@ -115,8 +114,8 @@ class Episode(Pair):
         random_state = torch.get_rng_state()
         with NoHostReads():
             self.run.optimizer.step()
-        if not torch.equal(torch.get_rng_state(), random_state):
-            raise DifferenceError(f"{what} drew from torch's random numbers")
+        undrawn = torch.equal(torch.get_rng_state(), random_state)
+        assert undrawn, f"{what} drew from torch's random numbers"
         with plainly():
             self.twin.optimizer.step()
             assert_same(self.run, self.twin, what)
@@ -129,10 +128,10 @@ class Episode(Pair):
         for name, param in self.twin.params.items():
             given = before.grads[name]
             if given is None or frees[param]:
-                if param.grad is not None:
-                    raise DifferenceError(f"{what}: gradient of {name} is there")
-            elif param.grad is None or bits(param.grad) != bits(given):
-                raise DifferenceError(f"{what}: gradient of {name} changed")
+                assert param.grad is None, f"{what}: gradient of {name} is there"
+            else:
+                kept = param.grad is not None and bits(param.grad) == bits(given)
+                assert kept, f"{what}: gradient of {name} changed"
 
 
 @contextlib.contextmanager
@@ -282,8 +281,8 @@ def looked_at(episode: Episode) -> None:
     optimizer, generator = episode.run.optimizer, episode.generator
     text = optimizer.report(verbose=True)
     missing = [name for name in episode.run.params if name not in text]
-    if missing and all(p.grad is not None for p in episode.run.params.values()):
-        raise DifferenceError(f"report() has no line for {missing}")
+    partial = any(param.grad is None for param in episode.run.params.values())
+    assert partial or not missing, f"report() has no line for {missing}"
     repr(optimizer)
     optimizer.measure_steps(generator.random() < 0.5)
     optimizer.state_dict()
@@ -320,7 +319,7 @@ def post_hook_raises(episode: Episode) -> None:
     except PlannedError:
         pass
     else:
-        raise DifferenceError("a hook after the step was not called")
+        raise AssertionError("a hook after the step was not called")
     handle.remove()
     episode.twin.optimizer.step()
     episode.fill_gradients()
@@ -426,8 +425,7 @@ def _assert_locked(episode: Episode, what: str) -> None:
         "deepcopy": lambda: copy.deepcopy(optimizer),
     }.items():
         episode.refused(f"{call} after {what} left half a step", action, RuntimeError)
-    if [*folder.iterdir()]:
-        raise DifferenceError(f"{what} left half a step, which was saved")
+    assert not [*folder.iterdir()], f"{what} left half a step, which was saved"
 
 
 @event
@@ -444,8 +442,8 @@ def not_a_number(episode: Episode) -> None:
         (grad.view(-1)[-1:] if grad.is_contiguous() else grad).fill_(value)
     episode.step(f"{value} in {name}")
     for other, tensor in run.params.items():
-        if other != name and not tensor.isfinite().all():
-            raise DifferenceError(f"{value} in the gradient of {name} reached {other}")
+        alone = other == name or tensor.isfinite().all()
+        assert alone, f"{value} in the gradient of {name} reached {other}"
     run.restore(before)
     episode.twin.restore(of_twin)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import Package
-from ._problem import DifferenceError
 
 MOST_RANKS = 64
 WIRE = torch.float32
@@ -89,14 +88,15 @@ class Problem:
         return self.distributed.Layout(param["shape"], self.mesh, splits)
 
     def check(self) -> int:
-        layouts = [self.layout(param) for param in self.params]
-        wholes = [torch.randn(layout.shape) for layout in layouts]
-        params = [nn.Parameter(torch.zeros(layout.shape)) for layout in layouts]
-        plans = [self._plan(rank, params, layouts) for rank in range(self.ranks)]
-        self._check_plans(plans, params)
+        self.layouts = [self.layout(param) for param in self.params]
+        self.wholes = [torch.randn(layout.shape) for layout in self.layouts]
+        self.made = [nn.Parameter(torch.zeros(layout.shape)) for layout in self.layouts]
+        self.number = {param: k for k, param in enumerate(self.made)}
+        plans = [self._plan(rank) for rank in range(self.ranks)]
+        self._check_plans(plans)
         exchanged = [*zip(*(itertools.chain(*plan[0]) for plan in plans), strict=True)]
         for chunks in exchanged:
-            self._carry(chunks, params, layouts, wholes)
+            self._carry(chunks)
         return len(exchanged)
 
     def _options(self, number: int) -> Any:
@@ -108,11 +108,11 @@ class Problem:
         names = module.option_names(module.MuonOptions)
         return module.MuonOptions(**{name: values[name] for name in names})
 
-    def _plan(self, rank: int, params: list[nn.Parameter], layouts: list[Any]) -> Any:
+    def _plan(self, rank: int) -> Any:
         """What `Sharing.divide` and `Sharing.plan` make on a rank, of layouts without a mesh."""
         cut = self.package("optimizers.groups.blocks").cut
         team, planning, matrices = self.team(rank), self.planning, []
-        for number, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+        for number, (param, layout) in enumerate(zip(self.made, self.layouts, strict=True)):
             name = f"{self.params[number]['kind']}.{number}"
             options = self._options(number)
             blocks = cut(tuple(param.shape), name, options, name)
@@ -128,55 +128,42 @@ class Problem:
         )
         return planning.plan_shared([group], 1, self.flow)
 
-    def _check_plans(self, plans: list[Any], params: list[nn.Parameter]) -> None:
+    def _check_plans(self, plans: list[Any]) -> None:
         """All ranks agree on chunks and owners; together they own every matrix once."""
-        number = {param: k for k, param in enumerate(params)}
 
         def described(member: Any) -> tuple[Any, ...]:
-            return number[member.param], member.job.region
+            return self.number[member.param], member.job.region
 
         agreed = [
             [(tuple(map(described, c.members)), c.owners) for c in itertools.chain(*plan[0])]
             for plan in plans
         ]
-        if any(one != agreed[0] for one in agreed):
-            raise DifferenceError("ranks plan other chunks or owners")
+        assert all(one == agreed[0] for one in agreed), "ranks plan other chunks or owners"
         home: Counter[Any] = Counter()
         for plan in plans:
             for chunk in (c for of_group in plan[1] for c in of_group):
                 home.update(map(described, chunk.members))
         shared = Counter(member for members, _ in agreed[0] for member in members)
         twice = [m for m, times in (home + shared).items() if times != 1]
-        if twice:
-            raise DifferenceError(f"matrices with several owners: {twice}")
-        for k, param in enumerate(params):
+        assert not twice, f"matrices with several owners: {twice}"
+        for k, param in enumerate(self.made):
             boxes = [region for n, region in [*home, *shared] if n == k]
             covered = torch.zeros(param.shape, dtype=torch.int32)
             for region in boxes:
                 covered[tuple(slice(start, start + length) for start, length in region)] += 1
-            if boxes and not (covered == 1).all():
-                raise DifferenceError(f"parameter {k}: elements in {covered.unique()} matrices")
+            once = not boxes or (covered == 1).all()
+            assert once, f"parameter {k}: elements in {covered.unique()} matrices"
 
-    def _carry(
-        self,
-        chunks: tuple[Any, ...],
-        params: list[nn.Parameter],
-        layouts: list[Any],
-        wholes: list[Tensor],
-    ) -> None:
+    def _carry(self, chunks: tuple[Any, ...]) -> None:
         """One chunk on all ranks: gather, answer with the negative, scatter."""
         routes = [chunk.route for chunk in chunks]
         members, owners = chunks[0].members, chunks[0].owners
-        of_param = {param: k for k, param in enumerate(params)}
-        numbers = [of_param[member.param] for member in members]
+        numbers = [self.number[member.param] for member in members]
         regions = [
-            wholes[k][tuple(slice(s, s + n) for s, n in member.job.region)]
+            self.wholes[k][tuple(slice(s, s + n) for s, n in member.job.region)]
             for k, member in zip(numbers, members, strict=True)
         ]
-        locals_ = [
-            {k: self._local(layouts[k], wholes[k], rank) for k in set(numbers)}
-            for rank in range(self.ranks)
-        ]
+        locals_ = [{k: self._local(k, rank) for k in set(numbers)} for rank in range(self.ranks)]
         outboxes = [torch.zeros(route.sent.size, dtype=torch.uint8) for route in routes]
         for rank, route in enumerate(routes):
             for part in route.sent.parts:
@@ -188,52 +175,45 @@ class Problem:
             put = {job: torch.full_like(regions[job], torch.nan) for job in route.owned}
             for part in route.gathered.parts:
                 place = put[part.job][part.box.region]
-                if not place.isnan().all():
-                    raise DifferenceError(f"rank {rank} gathers a part of job {part.job} twice")
+                assert place.isnan().all(), f"rank {rank} gathers a part of job {part.job} twice"
                 place.copy_(part.of(inboxes[rank], WIRE))
             for job, found in put.items():
-                if owners[job] != rank or not torch.equal(found, regions[job]):
-                    raise DifferenceError(f"rank {rank} gathers job {job} wrongly")
+                right = owners[job] == rank and torch.equal(found, regions[job])
+                assert right, f"rank {rank} gathers job {job} wrongly"
             for part in route.answered.parts:
                 if part.box is None:
                     answers[rank][part.start : part.stop] = part.job % 251
                 else:
                     part.of(answers[rank], WIRE).copy_(-put[part.job][part.box.region])
-        heard = self._delivered(
-            [r.answered for r in routes], [r.scattered for r in routes], answers
-        )
-        self._check_answers(routes, members, numbers, locals_, heard)
+        scattered = [r.scattered for r in routes]
+        heard = self._delivered([r.answered for r in routes], scattered, answers)
+        for rank, route in enumerate(scattered):
+            self._check_answers(rank, route, heard[rank], members, locals_[rank])
 
-    def _check_answers(
-        self,
-        routes: list[Any],
-        members: Any,
-        numbers: list[int],
-        locals_: list[dict[int, Tensor]],
-        heard: list[Tensor],
-    ) -> None:
-        """Every rank heard of every element that it holds of the chunk, once."""
-        for rank, route in enumerate(routes):
-            held = {k: torch.zeros_like(value) for k, value in locals_[rank].items()}
-            extras = set()
-            for part in route.scattered.parts:
-                if part.box is None:
-                    extras.add(part.job)
-                    if not (heard[rank][part.start : part.stop] == part.job % 251).all():
-                        raise DifferenceError(f"rank {rank}: statistics of job {part.job} wrong")
-                else:
-                    part.box.view(held[numbers[part.job]]).sub_(part.of(heard[rank], WIRE))
-            for job, member in enumerate(members):
-                for box in member.job.held(rank):
-                    k = numbers[job]
-                    if not torch.equal(box.view(held[k]), box.view(locals_[rank][k])):
-                        raise DifferenceError(f"rank {rank} hears of job {job} wrongly")
-                if self.beta2 is not None and (rank in member.keepers) != (job in extras):
-                    raise DifferenceError(f"rank {rank}: statistics of job {job} do not arrive")
+    def _check_answers(self, rank: int, route: Any, heard: Tensor, members: Any, here: Any) -> None:
+        """The rank heard of every element that it holds of the chunk, once."""
+        held = {k: torch.zeros_like(value) for k, value in here.items()}
+        extras = set()
+        for part in route.parts:
+            if part.box is None:
+                extras.add(part.job)
+                right = heard[part.start : part.stop] == part.job % 251
+                assert right.all(), f"rank {rank}: statistics of job {part.job} wrong"
+            else:
+                place = held[self.number[members[part.job].param]]
+                part.box.view(place).sub_(part.of(heard, WIRE))
+        for job, member in enumerate(members):
+            k = self.number[member.param]
+            for box in member.job.held(rank):
+                right = torch.equal(box.view(held[k]), box.view(here[k]))
+                assert right, f"rank {rank} hears of job {job} wrongly"
+            arrives = self.beta2 is None or (rank in member.keepers) == (job in extras)
+            assert arrives, f"rank {rank}: statistics of job {job} do not arrive"
 
-    def _local(self, layout: Any, whole: Tensor, rank: int) -> Tensor:
-        held = whole
-        for dim, runs in enumerate(layout.runs(self.coordinates[rank])):
+    def _local(self, number: int, rank: int) -> Tensor:
+        """What a rank holds of that parameter."""
+        held = self.wholes[number]
+        for dim, runs in enumerate(self.layouts[number].runs(self.coordinates[rank])):
             parts = [held.narrow(dim, *run) for run in runs]
             held = torch.cat(parts, dim) if parts else held.narrow(dim, 0, 0)
         return held.contiguous()
@@ -242,15 +222,13 @@ class Problem:
         self, sent: list[Any], received: list[Any], outboxes: list[Tensor]
     ) -> list[Tensor]:
         """An all-to-all by hand; the sizes of both ends must agree."""
-        pieces = [
-            outbox.split(list(message.counts))
-            for outbox, message in zip(outboxes, sent, strict=True)
-        ]
+        pairs = zip(outboxes, sent, strict=True)
+        pieces = [outbox.split(list(message.counts)) for outbox, message in pairs]
         inboxes = []
         for rank, message in enumerate(received):
             arriving = [pieces[other][rank] for other in range(self.ranks)]
             sizes = tuple(map(len, arriving))
-            if sizes != message.counts:
-                raise DifferenceError(f"rank {rank} expects {message.counts}, is sent {sizes}")
+            counts = message.counts
+            assert sizes == counts, f"rank {rank} expects {counts}, is sent {sizes}"
             inboxes.append(torch.cat(arriving))
         return inboxes

@@ -174,10 +174,6 @@ def gradient(param: Tensor, generator: random.Random, seed: int) -> Tensor:
     return grad
 
 
-class DifferenceError(AssertionError):
-    """Something is not as the documentation says."""
-
-
 def bits(tensor: Tensor) -> bytes:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # of stride 1 also with one element
     flat.copy_(tensor.detach().reshape(-1))
@@ -344,19 +340,15 @@ class Snapshot:
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     """Equal names and bits; state that is not made yet equals zeros."""
     found, expected = found | _unmade(found, expected), expected | _unmade(expected, found)
-    if found.keys() != expected.keys():
-        names = sorted(found.keys() ^ expected.keys())
-        raise DifferenceError(f"{what}: tensors that only one side has: {names}")
+    names = sorted(found.keys() ^ expected.keys())
+    assert not names, f"{what}: tensors that only one side has: {names}"
     for name, tensor in found.items():
         other = expected[name]
-        if tensor.dtype != other.dtype or tensor.shape != other.shape:
-            raise DifferenceError(
-                f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {other.dtype} "
-                f"{tuple(other.shape)}"
-            )
+        here, there = (tensor.dtype, tensor.shape), (other.dtype, other.shape)
+        assert here == there, f"{what}: {name} is {here}, expected {there}"
         if bits(tensor) != bits(other):
             away = (tensor.double() - other.double()).abs().max().item()
-            raise DifferenceError(f"{what}: {name} differs by {away}")
+            raise AssertionError(f"{what}: {name} differs by {away}")
 
 
 def _unmade(here: dict[str, Tensor], there: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -377,11 +369,8 @@ def assert_same(run: Run, twin: Run, what: str) -> None:
     pairs = zip(options_of(run.optimizer), options_of(twin.optimizer), strict=True)
     for number, (one, other) in enumerate(pairs):
         for key in one.keys() | other.keys():
-            if one.get(key, "nothing") != other.get(key, "nothing"):
-                raise DifferenceError(
-                    f"{what}: {key} of group {number} is {one.get(key, 'nothing')!r}, expected "
-                    f"{other.get(key, 'nothing')!r}"
-                )
+            here, there = (options.get(key, "nothing") for options in (one, other))
+            assert here == there, f"{what}: {key} of group {number}: {here!r}, expected {there!r}"
 
 
 def assert_unchanged(run: Run, before: Snapshot, what: str, *, grads: bool = True) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed._cases import mesh_of, spread
 from ._episode import ALIKE, PlannedError, raises
-from ._problem import DifferenceError, Pair, Run, Source, bits, options_of
+from ._problem import Pair, Run, Source, bits, options_of
 
 HELD = ("sharded", "sharded", "replicated", "unreduced")
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 4: [(4,), (2, 2), (1, 4), (4, 1)]}
@@ -97,11 +97,10 @@ class Together(Pair):
                 continue
             own = self.run.optimizer.state[param]
             for key, value in self.twin.optimizer.state[self.twin.params[name]].items():
-                if key not in own:
-                    raise DifferenceError(f"{what}: {name} has no {key}")
+                assert key in own, f"{what}: {name} has no {key}"
                 self._compare_one(f"{what}: {name}: {key}", own[key], value)
-        if options_of(self.run.optimizer) != options_of(self.twin.optimizer):
-            raise DifferenceError(f"{what}: options differ")
+        options = [options_of(run.optimizer) for run in (self.run, self.twin)]
+        assert options[0] == options[1], f"{what}: options differ"
 
     def _compare_one(self, what: str, tensor: Tensor, other: Tensor) -> None:
         found = whole(tensor.detach())
@@ -111,7 +110,7 @@ class Together(Pair):
         if not same_nan or bits(found[~missing[0]]) != bits(other[~missing[1]]):
             shape = tuple(found.shape)
             away = (found.double() - other.detach().double()).abs().max().item()
-            raise DifferenceError(f"{what} {shape} {found.dtype} differs by {away}")
+            raise AssertionError(f"{what} {shape} {found.dtype} differs by {away}")
 
     def tick(self) -> None:
         self.fill_gradients()
@@ -140,8 +139,8 @@ class Together(Pair):
         """All ranks raise one of the errors."""
         found = self.outcomes(action)
         kinds = [error.__name__ for error in errors]
-        if not all(one.split(":")[0] in kinds and names in one for one in found):
-            raise DifferenceError(f"{what}: {found}")
+        refused = all(one.split(":")[0] in kinds and names in one for one in found)
+        assert refused, f"{what}: {found}"
 
     def load(self, saved: dict[str, Any]) -> None:
         """As a trainer loads a checkpoint: parameters, which are the twin's, and state."""
@@ -217,11 +216,8 @@ def rule_raises(episode: Together) -> None:
     kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
     found = episode.outcomes(episode.run.optimizer.step)
     group["adjust_lr_fn"] = kept
-    # A rank that owns and holds nothing of the group never asks for its rate.
-    if not any("PlannedError" in one for one in found):
-        raise DifferenceError(f"an adjust_lr_fn that raises: {found}")
-    if not all("PlannedError" in one for one in found):
-        raise DifferenceError(f"an adjust_lr_fn that raises, on some ranks: {found}")
+    raised = all("PlannedError" in one for one in found)
+    assert raised, f"an adjust_lr_fn that raises, on some ranks: {found}"
 
 
 def has_whole_experts(param: nn.Parameter) -> bool:
