@@ -63,9 +63,9 @@ def everything(model: nn.Module) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "fp8"])
 def test_one_file_is_read_by_peft_and_by_us(opt, fresh, quantize, tmp_path: Path) -> None:
-    base = fresh(hidden_size=32, moe_intermediate_size=64)  # multiples of MXFP4's blocks
+    base = fresh()
     dense = rounded(opt, base, quantize) if quantize else copy.deepcopy(base)
     other = copy.deepcopy(base)
     model = attached(opt, base, quantize=quantize, **ALL)

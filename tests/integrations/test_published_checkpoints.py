@@ -7,14 +7,25 @@ import subprocess
 import sys
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from .._compare import assert_same_bits, assert_same_tensors, relative_error
+from .._compare import assert_error_at_most, assert_same_bits, assert_same_tensors, relative_error
 from ..conftest import ROOT
-from ._models import STACKS, attached, build, experts_of, logits, set_random_lora, step, tokens
+from ._models import (
+    FP32,
+    STACKS,
+    attached,
+    build,
+    experts_of,
+    logits,
+    set_random_lora,
+    step,
+    tokens,
+)
 from ._published import (
     BNB,
     CHANNELS,
@@ -31,6 +42,7 @@ from ._published import (
     write_mxfp4,
     write_tensors,
 )
+from ._trainers import plain_trainer, settings
 from .test_peft import wrap, wrappers_of
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
@@ -78,11 +90,6 @@ def assert_same_model(loaded, expected):
         assert_same_bits(value + 0, parameter + 0)
 
 
-def stored(files, keys):
-    """The bytes of these tensors, one behind the other."""
-    return torch.cat([files[key].reshape(-1).view(torch.uint8) for key in keys])
-
-
 @pytest.mark.parametrize(
     ("name", "quant_type", "nested", "storage"),
     [
@@ -110,7 +117,8 @@ def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested,
         for target, parts in (("gate_up_proj", NAMES[name][:2]), ("down_proj", NAMES[name][2:])):
             stack = getattr(experts, target)
             keys = [f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in parts]
-            assert_same_bits(stack.packed, stored(files, keys))
+            stored = torch.cat([files[key].reshape(-1) for key in keys])
+            assert_same_bits(stack.packed, stored.view(torch.uint8))
             assert stack.format.quant_type == quant_type
     assert not hasattr(loaded.config, "quantization_config")
     ids = tokens()
@@ -234,7 +242,9 @@ def test_fp8_expert_by_expert(load, tmp_path, name, config, block, width):
     keys = [
         f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in ("gate_proj", "up_proj")
     ]
-    assert_same_bits(stack.packed, stored(files, keys))
+    assert_same_bits(
+        stack.packed, torch.cat([files[key].reshape(-1).view(torch.uint8) for key in keys])
+    )
 
 
 def test_fp8_scales_that_are_powers_of_two(load, tmp_path):
@@ -514,6 +524,24 @@ def test_gradients_against_float64(opt, load_files, exact, files) -> None:
         model.merge_adapter()
 
 
+def test_adapters_of_ours_are_pefts(opt, load_files, exact, tmp_path) -> None:
+    model = load_files()
+    opt.integrations.use_in_transformers(model)
+    base = logits(model)
+    attached(opt, model)
+    with pytest.raises(ValueError, match="an adapter cannot be merged"):
+        opt.integrations.merge_lora(model)
+    opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(exact, tmp_path / "adapter")
+    found = logits(model)
+    assert_error_at_most(found, logits(theirs), FP32)
+    again = load_files()
+    opt.integrations.load_peft_adapter(again, tmp_path / "adapter")
+    assert_same_bits(logits(again), found)
+    with opt.integrations.lora_disabled(again):
+        assert_same_bits(logits(again), base)
+
+
 def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     """By ours and by transformers, before there are adapters and with them."""
     model = load_files()
@@ -531,3 +559,37 @@ def test_saved_and_loaded(opt, load_files, tmp_path) -> None:
     for loaded in (load_files(tmp_path / "whole"), theirs.to(model.device)):
         assert_same_tensors(loaded.state_dict(), model.state_dict())
         assert_same_bits(logits(loaded), logits(model))
+
+
+def test_steps_with_experts_in_host_memory(opt, load_files) -> None:
+    """ExpertOffload over what was loaded, our LoRA on it: the same bits, also when it is off."""
+    models = [load_files(), load_files()]
+    for model in models:
+        opt.integrations.use_in_transformers(model)
+        torch.manual_seed(0)
+        attached(opt, model)
+    offload = opt.moe.ExpertOffload(models[1])
+    (expected, wanted), (found, gradients) = map(step, models)
+    assert_same_bits(found, expected)
+    assert gradients.keys() == wanted.keys() and any("lora" in name for name in gradients)
+    for name, value in wanted.items():
+        assert_same_bits(gradients[name], value)
+    offload.turn_off()
+    assert_same_bits(logits(models[1]), logits(models[0]))
+
+
+def test_trainer_goes_on_from_its_checkpoint(opt, load_files, device, tmp_path) -> None:
+    """Another model of the same files, with another adapter until the checkpoint is there."""
+
+    def trained_by(seed: int, checkpoint: str | None) -> dict[str, torch.Tensor]:
+        model = load_files()
+        opt.integrations.use_in_transformers(model)
+        torch.manual_seed(seed)
+        attached(opt, model)
+        arguments = settings(tmp_path, device) | {"max_steps": 4, "save_steps": 2}
+        plain_trainer(model, arguments).train(resume_from_checkpoint=checkpoint)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected = trained_by(0, None)
+    assert expected and all("lora" in name for name in expected)
+    assert_same_tensors(trained_by(1, str(tmp_path / "checkpoint-2")), expected)
