@@ -117,6 +117,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.sees_defect("a loaded run does not continue exactly")
 @pytest.mark.parametrize("way", ["direct", "weights_only", "file"])
 @pytest.mark.parametrize(("dtype", "rounding"), ROUNDED, ids=str)
