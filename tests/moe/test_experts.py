@@ -213,23 +213,6 @@ def test_a_function_of_your_own_between_the_projections(moe, device):
     assert seen == [(42, 40)]
 
 
-REFUSED = (
-    (lambda x, i, w: (x, i[1:], w[1:]), r"top_k_index and top_k_weights .* for the 21 tokens"),
-    (lambda x, i, w: (x, i, w[:, :1]), "got .21, 2. and .21, 1."),
-    (lambda x, i, w: (x[:, 1:], i, w), r"hidden_states must be \(\.\.\., 24\)"),
-    (lambda x, i, w: (x.bfloat16(), i, w), "weight must have dtype bfloat16"),
-    (lambda x, i, w: (x, i.float(), w), "expert_ids must have dtype"),
-    (lambda x, i, w: (x, i, w.long()), "gates must have dtype"),
-)
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[row[1] for row in REFUSED])
-def test_wrong_arguments(moe, device, change, message):
-    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
-    with pytest.raises((ValueError, TypeError), match=message):
-        layer(*change(x.detach(), ids, gates.detach()))
-
-
 def test_weights_that_do_not_belong_together(moe, device):
     layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     arguments = (x, ids, gates, layer.gate_up_proj)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .._compare import assert_same_bits, assert_same_tensors
 from ..conftest import module_fixture
+from ._eager import pack
 
 weights = module_fixture("moe.quantized.expert_weights")
 
@@ -190,10 +191,7 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, q
     experts.add_adapter(r=2, alpha=4)
     for entry in experts.expert_lora.values():
         torch.nn.init.normal_(entry.lora_B["default"].weight)
-    for name in packed:
-        weight = experts._parameters.pop(name)
-        stack = opt.moe.QuantizedExperts.from_weight(weight, quant_type=quant_type)
-        experts.add_module(name, stack)
+    pack(opt.moe, experts, packed, quant_type=quant_type)
     before = {key: value.clone() for key, value in experts.state_dict().items()}
     for merge in (experts.merge, experts.merge_and_unload):
         with pytest.raises(ValueError, match=f"the weight is {quant_type}: an adapter cannot be"):
@@ -440,10 +438,7 @@ def test_layers_compile_for_any_number_of_tokens(opt, device, quant_type) -> Non
     dynamo = torch._dynamo
     dynamo.reset()
     layer = opt.moe.Experts(5, 24, 40, device=device)
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        delattr(layer, name)
-        stack = opt.moe.QuantizedExperts.from_weight(parameter.data, quant_type=quant_type)
-        layer.add_module(name, stack)
+    pack(opt.moe, layer, quant_type=quant_type)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     counted = dynamo.utils.counters
     counted.clear()
