@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 from .._compare import assert_same_bits, assert_same_tensors
 from ..conftest import module_fixture
+from ..kernels.test_nf4_dequant import oracle, stack_of_bitsandbytes
 from ._eager import pack
 
 weights = module_fixture("moe.quantized.expert_weights")
@@ -210,19 +210,14 @@ def parametrized(shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
     By the format's definition: the whole stack must not be decoded by bitsandbytes.
     """
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    functional = pytest.importorskip("bitsandbytes.functional")
     module = nn.Module()
     module.gate_up_proj = nn.Parameter(draw(shape, torch.float32))
     options = {"compress_statistics": nested, "quant_type": quant_type, "blocksize": 32}
     parametrize.replace_parameter_4bit(module, "gate_up_proj", **options)
     entry = module.parametrizations["gate_up_proj"]
-    state, packed = entry[0].quant_state, entry.original.detach().reshape(-1)
-    absmax = state.absmax
-    if nested:
-        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-    numel = math.prod(shape)
-    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[:numel]
-    expected = (state.code[nibble.long()] * absmax[torch.arange(numel) // 32]).reshape(shape)
+    packed = entry.original.detach().reshape(-1)
+    stack = stack_of_bitsandbytes(packed, entry[0].quant_state, shape[1:])
+    expected = oracle(stack, range(shape[0]), torch.float32)
     entry.original = nn.Parameter(packed.view(storage).reshape(-1, 1), False)
 
     def refuse(packed):
