@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_same_bits, fail_at, relative_error
 from ._eager import LayerProblem
 
 
@@ -269,18 +269,12 @@ def test_merged_layer(moe, device, layer, keep_on):
 
 def test_a_merge_that_fails_half_way_changes_nothing(layer, submodule, monkeypatch):
     """As where the memory for the copy of the second weight is missing."""
-    module, before = submodule("moe.lora"), layer.gate_up_proj.clone()
-    views = module.factor_views
-
-    def fails_for_down(a, b, experts):
-        if a.shape[1] == layer.intermediate:
-            raise torch.OutOfMemoryError("no memory")
-        return views(a, b, experts)
-
+    before, short = layer.gate_up_proj.clone(), torch.OutOfMemoryError("no memory")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "factor_views", fails_for_down)
+        asked = fail_at(patch, submodule("moe.lora"), "factor_views", 2, short)
         with pytest.raises(torch.OutOfMemoryError):
             layer.merge()
+    assert [a.shape[1] for a, *_ in asked] == [layer.hidden, layer.intermediate]
     assert_same_bits(layer.gate_up_proj, before)
     layer.merge()
 

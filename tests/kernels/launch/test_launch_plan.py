@@ -6,6 +6,7 @@ import ctypes
 import random
 import struct
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -423,21 +424,12 @@ def test_memory_in_two_pieces_where_one_would_keep_too_much(
 
 
 def test_memory_that_runs_out_is_torchs_own_error(plans, monkeypatch) -> None:
-    x = torch.randn(4)
-
-    def fails(*_):
-        raise RuntimeError("aoti_torch_empty_strided(...) API call failed at launch_plan.cu")
-
-    class Ops:
-        launch_plan = staticmethod(fails)
-
-    def function(x):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
+    failed = RuntimeError("aoti_torch_empty_strided(...) API call failed at launch_plan.cu")
+    function = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     monkeypatch.setattr(plans, "_plays", lambda _: True)
-    monkeypatch.setattr(plans, "ops", Ops)
+    monkeypatch.setattr(plans, "ops", mock.Mock(**{"launch_plan.side_effect": failed}))
     with pytest.raises(torch.OutOfMemoryError):
-        plans.replayed("a function", function, [x], ())
+        plans.replayed("a function", function, [torch.randn(4)], ())
 
 
 def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
