@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from ..kernels._products import laid_out
 from . import _eager
 from ._eager import (
     NAMES,
@@ -104,11 +105,10 @@ def test_strided_operands(product, device):
     y = product(problem, leaves, ids)
     ones = torch.ones(1, 1, device=device).expand(problem.grad_shape())
     expected = torch.autograd.grad(y, wanted, ones.contiguous())
-    spread = {name: torch.stack((x, x), x.ndim)[..., 0] for name, x in leaves.items()}
-    turned = {
-        name: x.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_()
-        for name, x in leaves.items()
-    }
+    spread, turned = (
+        {name: laid_out(x.detach(), pattern).requires_grad_() for name, x in leaves.items()}
+        for pattern in ("every-third", "transposed")
+    )
     assert_error_at_most(product(problem, spread, ids), y, 1e-6)
     y_turned = product(problem, turned, ids)
     assert_error_at_most(y_turned, y, 1e-6)
