@@ -21,43 +21,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def value_of(code: int, scale: int) -> float:
-    """In float64, exactly."""
-    if scale == 255:
-        return math.nan
-    return math.copysign(VALUES[code & 7] * 2.0 ** (scale - 127), -1 if code & 8 else 1)
-
-
 BLOCKS = ((128, 128), (1, 0), (0, 0), (1, 128), (32, 32), (0, 64))
 # Ordinary, subnormal, the ends of float32, and what is no number
 SCALES = (1.0, 0.37, -2.5, 1e-40, 2.0**-149, 3.4e38, 0.0, math.inf, math.nan, 2.0**-130)
-
-
-def float8_of(byte: int) -> float:
-    """e4m3 without infinities: sign, four bits of exponent (bias 7), three of mantissa."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-    return math.copysign(value, -1 if byte & 128 else 1)
 
 
 @pytest.fixture(scope="module", params=["mxfp4", "fp8"])
 def everything(request, device):
     """The format, and every byte under every scale: packed, scales, shape and block, values."""
     if request.param == "fp8":  # a row of 256 bytes per scale
-        row = torch.tensor([float8_of(byte) for byte in range(256)])
         scales = torch.tensor(SCALES)
         packed = torch.arange(256, dtype=torch.uint8).repeat(len(SCALES), 1)
-        expected, place = row * scales[:, None], (tuple(packed.shape), (1, 0))
+        expected = packed.view(torch.float8_e4m3fn).float() * scales[:, None]
+        place = (tuple(packed.shape), (1, 0))
     else:  # a block of 16 bytes and its scale in a row of its own
         scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)
         packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1)
-        rows = [
-            [value_of(int(code), scale) for byte in row for code in (byte & 15, byte >> 4)]
-            for scale, row in zip(scales.tolist(), packed.tolist(), strict=True)
-        ]
-        expected, place = torch.tensor(rows, dtype=torch.float64).float(), ((4096, 32),)
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
+        signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64)
+        expected = (signed[codes] * 2.0 ** (scales.double() - 127)[:, None]).float()
+        expected[scales == 255] = math.nan
+        place = ((4096, 32),)
     return request.param, (packed.to(device), scales.to(device)), place, expected.to(device)
 
 

@@ -74,6 +74,15 @@ def stack_of(expert_shape: tuple[int, ...], blocksize: int, **tensors) -> dict:
     } | tensors
 
 
+def stack_of_bitsandbytes(packed: torch.Tensor, state, expert_shape: tuple[int, ...]) -> dict:
+    """The same of what its quantize_4bit gives."""
+    found = {"packed": packed, "absmax": state.absmax, "codebook": state.code}
+    if state.nested:
+        found |= {"absmax_code": state.state2.code, "absmax_scale": state.state2.absmax}
+        found["absmax_offset"] = state.offset.reshape(1)
+    return stack_of(expert_shape, state.blocksize, **found)
+
+
 # Names of what makes each one hard stand beside it.
 FIVE = Stack(5, (3, 7), 32, nested=True, custom_codebook=True)  # with every argument
 STACKS = (
@@ -377,12 +386,7 @@ def quantized_by_bitsandbytes(dtype, quant_type, blocksize, nested, codebook, de
         weight, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested
     )
     assert torch.equal(codebook, state.code)  # the same values; a zero may have the other sign
-    given = {"packed": packed, "absmax": state.absmax, "codebook": codebook}
-    arguments = stack_of((6, 4096), blocksize, **given)
-    if nested:
-        arguments["absmax_code"] = state.state2.code
-        arguments["absmax_scale"] = state.state2.absmax
-        arguments["absmax_offset"] = state.offset.reshape(1)
+    arguments = stack_of_bitsandbytes(packed, state, (6, 4096)) | {"codebook": codebook}
     return arguments, functional.dequantize_4bit(packed, state)
 
 

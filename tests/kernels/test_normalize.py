@@ -302,11 +302,6 @@ def numbered(rows: int, cols: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(count, device=device) % 2039 + 1).half().reshape(shape)
 
 
-def test_crop_on_a_cpu_is_not_served(submodule) -> None:
-    x = torch.empty(1, 8, 8, dtype=torch.float16)
-    assert not submodule("kernels.products.normalize").crop_serves(x, torch.empty_like(x))
-
-
 @pytest.mark.parametrize("start", range(9))
 @pytest.mark.parametrize("shape", CROPPED, ids=str)
 def test_crop_at_every_alignment(crop_ops, submodule, reference_crop, device, shape, start) -> None:
@@ -339,6 +334,7 @@ def test_who_is_served_by_crop(submodule, device) -> None:
     assert not serves(x, out.float())
     assert not serves(x, out.mT)
     assert not serves(x[:, :, :96], out[:, :, :90])
+    assert not serves(x.cpu(), out.cpu())
 
 
 def test_opcheck_of_crop(crop_ops, device) -> None:

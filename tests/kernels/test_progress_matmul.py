@@ -73,16 +73,6 @@ def test_widths_and_blocks_are_picked_by_the_busiest_block(probe):
     assert pick(probe, 1, 128, 192, 64, 132) == (1, 132)
 
 
-def test_a_picked_grid_gives_every_block_as_many_tiles_of_each_width(probe):
-    narrow, blocks = pick(probe, 4, 1024, 3584, 8192, 132)
-    widths: dict[int, list[bool]] = {}
-    for tile, (*_, thin) in enumerate(order(probe, 4, 1, 1024, 3584, narrow, blocks)):
-        widths.setdefault(tile % blocks, []).append(thin)
-    assert len(widths) == 128 and {tuple(sorted(of)) for of in widths.values()} == {
-        (False, False, True, True)
-    }
-
-
 @pytest.mark.parametrize("most", (1, 24, 132))
 @pytest.mark.parametrize("n", (8, 200, 1601, 3584, 5000))
 def test_no_picked_grid_has_more_rounds_or_blocks_than_asked(probe, n, most):

@@ -245,6 +245,13 @@ class LayerProblem:
         return layer, x, self.ids(device), gates, grad
 
 
+def pack(moe, layer, names=("gate_up_proj", "down_proj"), **options) -> None:
+    """Packed experts take the place of the layer's weights of these names."""
+    for name in names:
+        weight = layer._parameters.pop(name).data
+        layer.add_module(name, moe.QuantizedExperts.from_weight(weight, **options))
+
+
 LEAVES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
@@ -270,10 +277,8 @@ class PackedLayer:
         self.problem, self.module = problem, problem.module(moe, device)
         options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
         options |= {"nested": True} if problem.nested else {}
-        for name in ("gate_up_proj", "down_proj"):
-            weight = self.module._parameters.pop(name).data
-            options |= {"quant_type": problem.quant_type, "strategy": problem.strategy}
-            self.module.add_module(name, moe.QuantizedExperts.from_weight(weight, **options))
+        options |= {"quant_type": problem.quant_type, "strategy": problem.strategy}
+        pack(moe, self.module, **options)
         self.leaves = {}
         self.draw(device)
         for name, factor in self.module.expert_lora.named_parameters():

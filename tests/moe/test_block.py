@@ -1,6 +1,5 @@
 """Routers against plain loops over tokens in float64, and the block that they make with experts."""
 
-import copy
 import math
 
 import pytest
@@ -261,16 +260,19 @@ def x(device):
     return drawn.to(device).requires_grad_()
 
 
+def eager_shared(shared, x: torch.Tensor, activation=F.silu) -> torch.Tensor:
+    """Shared experts from their definition, without their gate."""
+    hidden = activation(x @ shared.gate_proj.weight.T) * (x @ shared.up_proj.weight.T)
+    return hidden @ shared.down_proj.weight.T
+
+
 def eager_block(block, x: torch.Tensor) -> torch.Tensor:
     """The block from its definition, expert by expert."""
     _, ids, gates = block.router(x)
     problem = LayerProblem(TOKENS, 2, EXPERTS, HIDDEN, 12, 3, 3)
     leaves = {"x": x, "gates": gates, **dict(block.experts.named_parameters())}
     shared = block.shared_experts
-    y = (F.silu(x @ shared.gate_proj.weight.T) * (x @ shared.up_proj.weight.T)) @ (
-        shared.down_proj.weight.T
-    )
-    y = torch.sigmoid(x @ shared.shared_expert_gate.weight.T) * y
+    y = torch.sigmoid(x @ shared.shared_expert_gate.weight.T) * eager_shared(shared, x)
     return eager_layer(problem, leaves, ids, torch.float64) + y
 
 
@@ -297,11 +299,8 @@ def test_without_shared_experts(moe, block, x):
 
 def test_shared_experts_without_gate(moe, device, x):
     shared = moe.SharedExperts(HIDDEN, 8, activation="relu", device=device, dtype=torch.float64)
-    expected = (F.relu(x @ shared.gate_proj.weight.T) * (x @ shared.up_proj.weight.T)) @ (
-        shared.down_proj.weight.T
-    )
     assert shared.shared_expert_gate is None
-    assert_error_at_most(shared(x), expected, 1e-14)
+    assert_error_at_most(shared(x), eager_shared(shared, x, F.relu), 1e-14)
     with pytest.raises(ValueError, match="activation='gpt_oss' is none of the elementwise ones"):
         moe.SharedExperts(8, 8, activation="gpt_oss")
 
@@ -324,13 +323,6 @@ class LinearWithLora(nn.Module):
         return self.base(x) + (x @ self.A.T) @ self.B.T
 
 
-def folded(wrapped: LinearWithLora) -> nn.Linear:
-    plain = copy.deepcopy(wrapped.base)
-    with torch.no_grad():
-        plain.weight += wrapped.B @ wrapped.A
-    return plain
-
-
 @pytest.mark.sees_defect(
     "shared experts or the router are bypassed with what is wrapped around them"
 )
@@ -347,7 +339,9 @@ def test_lora_around_the_other_linears_acts_and_learns(block, x, owner, name):
     out = block(x)
     out.square().sum().backward()
     assert torch.count_nonzero(wrapped.A.grad) > 0 and torch.count_nonzero(wrapped.B.grad) > 0
-    setattr(part, name, folded(wrapped))
+    with torch.no_grad():
+        wrapped.base.weight += wrapped.B @ wrapped.A
+    setattr(part, name, wrapped.base)
     assert_error_at_most(out, block(x), 1e-12)
     assert (out - without).abs().max() > 1e-3
 

@@ -15,6 +15,7 @@ from .._compare import (
     fail_at,
     no_waits,
 )
+from ._eager import pack
 
 LAYERS, GPU_LAYERS = 5, 6
 SMALL, LARGE = (4, 64, 32, 2, 6), (32, 1024, 768, 4, 2048)  # experts, sizes, top k, tokens
@@ -36,10 +37,7 @@ class Model(nn.Module):
             for name, parameter in experts.expert_lora.named_parameters():
                 if "lora_B" in name:  # zero at first
                     nn.init.normal_(parameter, std=0.1)
-            for name in ("gate_up_proj", "down_proj"):
-                weight = experts._parameters.pop(name)
-                stack = opt.moe.QuantizedExperts.from_weight(weight, **options)
-                experts.add_module(name, stack)
+            pack(opt.moe, experts, **options)
             self.layers.append(experts)
             ids = torch.randn(tokens, number).topk(top_k, -1).indices
             self.routes.append((ids.to(device), torch.rand(tokens, top_k).to(device)))
@@ -232,20 +230,12 @@ def test_memory_that_runs_out_leaves_the_model_as_it_was(
 ):
     """In host memory for any of the layers, or on the device for either slot."""
     expected = step(model, x)
-    allocate, sizes = torch.empty, []
-
-    def short_of_memory(*arguments, **options):
-        if options.get("dtype") == torch.uint8:
-            sizes.append(arguments)
-            if len(sizes) == allocation:
-                raise torch.OutOfMemoryError("out of memory")
-        return allocate(*arguments, **options)
-
+    short = torch.OutOfMemoryError("out of memory")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", short_of_memory)
+        made = fail_at(patch, torch, "empty", allocation, short)
         with pytest.raises(torch.OutOfMemoryError):
             opt.moe.ExpertOffload(model)
-    assert len(sizes) == allocation
+    assert len(made) == allocation
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
     assert_same_tensors(step(model, x), expected)
     opt.moe.ExpertOffload(model)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_same_bits, fail_at, relative_error
 from ._eager import LayerProblem
 
 
@@ -269,18 +269,12 @@ def test_merged_layer(moe, device, layer, keep_on):
 
 def test_a_merge_that_fails_half_way_changes_nothing(layer, submodule, monkeypatch):
     """As where the memory for the copy of the second weight is missing."""
-    module, before = submodule("moe.lora"), layer.gate_up_proj.clone()
-    views = module.factor_views
-
-    def fails_for_down(a, b, experts):
-        if a.shape[1] == layer.intermediate:
-            raise torch.OutOfMemoryError("no memory")
-        return views(a, b, experts)
-
+    before, short = layer.gate_up_proj.clone(), torch.OutOfMemoryError("no memory")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "factor_views", fails_for_down)
+        asked = fail_at(patch, submodule("moe.lora"), "factor_views", 2, short)
         with pytest.raises(torch.OutOfMemoryError):
             layer.merge()
+    assert [a.shape[1] for a, *_ in asked] == [layer.hidden, layer.intermediate]
     assert_same_bits(layer.gate_up_proj, before)
     layer.merge()
 
@@ -289,13 +283,10 @@ def test_an_adapter_is_added_to_all_targets_or_to_none(moe, device, layer):
     """'other' exists on down: gate_up must not get it alone."""
     with pytest.raises(ValueError, match="adapter 'other' exists"):
         layer.add_adapter("other", r=2, alpha=2)
+    for targets in ("down", (), ("up",)):
+        with pytest.raises(ValueError, match="targets must be some of"):
+            layer.add_adapter("third", r=2, alpha=2, targets=targets)
     assert layer.expert_lora["gate_up"].adapters == ["default"]
-
-
-@pytest.mark.parametrize("targets", ["down", (), ("up",)])
-def test_wrong_targets(moe, device, layer, targets):
-    with pytest.raises(ValueError, match="targets must be some of"):
-        layer.add_adapter("third", r=2, alpha=2, targets=targets)
 
 
 def test_selective_lora_weights(moe):

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,8 @@ from torch import nn
 
 from .._compare import assert_same_bits, assert_same_tensors
 from ..conftest import module_fixture
+from ..kernels.test_nf4_dequant import oracle, stack_of_bitsandbytes
+from ._eager import pack
 
 weights = module_fixture("moe.quantized.expert_weights")
 
@@ -69,21 +71,17 @@ def test_counts_and_shapes_of_experts_are_checked(opt):
 
 def test_each_expert_is_released_before_the_next_is_read(opt):
     """At most two experts are alive: the one being quantised and the one being read."""
-    import weakref
-
-    alive, most = [], 0
+    made = []
 
     def experts():
-        nonlocal most
         for expert in range(8):
             tensor = torch.full((64, 64), float(expert + 1))
-            alive.append(weakref.ref(tensor))
-            most = max(most, sum(entry() is not None for entry in alive))
+            made.append(weakref.ref(tensor))
+            assert sum(entry() is not None for entry in made) <= 2
             yield tensor
             del tensor
 
     opt.moe.QuantizedExperts.from_experts(experts(), (8, 64, 64))
-    assert most <= 2
 
 
 @pytest.mark.parametrize("change", ("half", "bfloat16", "double"))
@@ -190,10 +188,7 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, q
     experts.add_adapter(r=2, alpha=4)
     for entry in experts.expert_lora.values():
         torch.nn.init.normal_(entry.lora_B["default"].weight)
-    for name in packed:
-        weight = experts._parameters.pop(name)
-        stack = opt.moe.QuantizedExperts.from_weight(weight, quant_type=quant_type)
-        experts.add_module(name, stack)
+    pack(opt.moe, experts, packed, quant_type=quant_type)
     before = {key: value.clone() for key, value in experts.state_dict().items()}
     for merge in (experts.merge, experts.merge_and_unload):
         with pytest.raises(ValueError, match=f"the weight is {quant_type}: an adapter cannot be"):
@@ -212,19 +207,14 @@ def parametrized(shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
     By the format's definition: the whole stack must not be decoded by bitsandbytes.
     """
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    functional = pytest.importorskip("bitsandbytes.functional")
     module = nn.Module()
     module.gate_up_proj = nn.Parameter(draw(shape, torch.float32))
     options = {"compress_statistics": nested, "quant_type": quant_type, "blocksize": 32}
     parametrize.replace_parameter_4bit(module, "gate_up_proj", **options)
     entry = module.parametrizations["gate_up_proj"]
-    state, packed = entry[0].quant_state, entry.original.detach().reshape(-1)
-    absmax = state.absmax
-    if nested:
-        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-    numel = math.prod(shape)
-    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[:numel]
-    expected = (state.code[nibble.long()] * absmax[torch.arange(numel) // 32]).reshape(shape)
+    packed = entry.original.detach().reshape(-1)
+    stack = stack_of_bitsandbytes(packed, entry[0].quant_state, shape[1:])
+    expected = oracle(stack, range(shape[0]), torch.float32)
     entry.original = nn.Parameter(packed.view(storage).reshape(-1, 1), False)
 
     def refuse(packed):
@@ -339,22 +329,19 @@ ROUTINGS = {
 def test_active_experts(opt, ids):
     order = routed(opt, ids, 5)
     active = opt.moe.active_experts(order)
-    flat = torch.tensor(ids).reshape(-1)
-    expected = sorted({e for e in flat.tolist() if 0 <= e < 5})
+    given = torch.tensor(ids)
+    known = (given >= 0) & (given < 5)
+    expected = given[known].unique()
     count = len(expected)
-    assert active.ids.shape == (min(5, flat.numel()),)
-    assert active.ids[:count].tolist() == expected
+    assert active.ids.shape == (min(5, given.numel()),)
+    assert torch.equal(active.ids[:count], expected)
     assert len(set(active.ids.tolist())) == len(active.ids)  # the rest are valid ids as well
     assert ((active.ids >= 0) & (active.ids < 5)).all()
-    place = [expected.index(e) if e in expected else -1 for e in range(5)]
-    assert active.position.tolist() == place
-    starts = [order.offsets[e].item() for e in expected]
-    assert active.offsets[:count].tolist() == starts
+    place = torch.full((5,), -1).index_copy(0, expected, torch.arange(count))
+    assert torch.equal(active.position, place)
+    assert torch.equal(active.offsets[:count], order.offsets[expected])
     assert (active.offsets[count:] == order.offsets[-1]).all()
-    remapped = active.remap(torch.tensor(ids))
-    known = torch.tensor(ids)[remapped >= 0]
-    assert torch.equal(active.ids[remapped[remapped >= 0]], known)
-    assert ((torch.tensor(ids) < 0) | (torch.tensor(ids) >= 5)).equal(remapped < 0)
+    assert torch.equal(active.remap(given), torch.where(known, place[given.clamp(0, 4)], -1))
 
 
 @pytest.mark.sees_defect("an empty batch has no experts and divides by zero")
@@ -440,10 +427,7 @@ def test_layers_compile_for_any_number_of_tokens(opt, device, quant_type) -> Non
     dynamo = torch._dynamo
     dynamo.reset()
     layer = opt.moe.Experts(5, 24, 40, device=device)
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        delattr(layer, name)
-        stack = opt.moe.QuantizedExperts.from_weight(parameter.data, quant_type=quant_type)
-        layer.add_module(name, stack)
+    pack(opt.moe, layer, quant_type=quant_type)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     counted = dynamo.utils.counters
     counted.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import types
 
 import pytest
 import torch
@@ -107,26 +108,18 @@ def test_what_runs_beside_what(submodule, monkeypatch, begun, with_room):
     launches = submodule("kernels.experts.gated_launch_triton")
     made: list[str] = []
 
-    class Streams:
-        @contextlib.contextmanager
-        def there(self):
-            made.append("there(")
-            yield
-            made.append(")")
-
-        def there_waits(self):
-            made.append("there-waits")
-
-        def here_waits(self):
-            made.append("here-waits")
-
     @contextlib.contextmanager
-    def beside(_):
-        made.append("both(")
-        yield Streams()
+    def around(name: str):
+        made.append(f"{name}(")
+        yield streams
         made.append(")")
 
-    monkeypatch.setattr(launches, "beside", beside)
+    streams = types.SimpleNamespace(
+        there=lambda: around("there"),
+        there_waits=lambda: made.append("there-waits"),
+        here_waits=lambda: made.append("here-waits"),
+    )
+    monkeypatch.setattr(launches, "beside", lambda _: around("both"))
     names = ("low_rank", "grouped_product", "combine_triton", "expert_products")
     begun(launches, *names, "gated_backward", "reorder", seen=made)
     seen = (" ".join(one) for one in with_room(made, tokens=24))

@@ -269,17 +269,6 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(submodule, launch, de
     assert_same_bits(few, many[: 3 * TOP_K])
 
 
-def test_where_a_sum_is_cut(launch):
-    """Parts are whole steps, cover K once, and depend on K and the tile alone."""
-    for depth in (16, 64, 128):
-        tile = launch.config.Tile(16, 16, depth, 4, 3)
-        for k in (1, 100, 2048, 4095, 4096, 5000, 14336, 28672):
-            span = launch.config.span(k, tile)
-            parts = -(-k // span)
-            assert span % depth == 0 and (parts - 1) * span < k <= parts * span
-            assert parts <= max(k // launch.config.SPAN, 1)
-
-
 @pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
 @pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
 @pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")

@@ -11,6 +11,7 @@ import time
 import types
 import weakref
 from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 import torch
@@ -283,9 +284,7 @@ def test_a_process_nicer_than_the_threads_compiles(compiler, monkeypatch) -> Non
 def test_threads_that_do_not_start_are_told_to_who_waits(
     compiler, kernel, new_pool, order, monkeypatch
 ) -> None:
-    def fails():
-        raise PermissionError("no thread may start")
-
+    fails = mock.Mock(side_effect=PermissionError("no thread may start"))
     monkeypatch.setattr(compiler, "_yield_to_others", fails)
     compiler._turn.release()
     asked_first = asked(compiler, kernel, 1)
