@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
 
@@ -208,6 +210,23 @@ def test_nan_and_inf_propagate(op_of, device, name, mode, bad):
     op.check(lists, mode, **({"cautious": True} if name == "apply_update" else {}))
     written = lists[1] if name == "momentum" else lists[0]
     assert all((~x.isfinite()).sum() == 1 for x in written)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", OPS)
+def test_any_list(op_of, device, name, data):
+    op, count = op_of(name), data.draw(st.integers(1, 12))
+    shapes = [tuple(data.draw(st.lists(st.integers(0, 40), max_size=3))) for _ in range(count)]
+    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    lists = op.lists(shapes, device, DTYPES, DTYPES[::-1], layout)
+    other = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    lists[1] = [LAYOUTS[other](x) for x in lists[1]]
+    if name == "momentum":
+        options = {"mu": data.draw(st.floats(0, 0.999)), "nesterov": data.draw(st.booleans())}
+    else:
+        options = {"lr": data.draw(st.floats(0, 1))}
+    op.check(lists, data.draw(st.sampled_from(op.modes)), **options)
 
 
 EMPTY = {

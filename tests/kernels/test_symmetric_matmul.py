@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
@@ -65,15 +67,14 @@ def test_exact(multiply, device, path, problem, dtype):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("path", PATHS)
 def test_every_layout(multiply, device, path, pattern, out, dtype):
-    """A in one layout, B, C and out in it or another; elements between those of out stay."""
+    """Operands and C in one layout, out in another; elements between those of out stay."""
     problem = Problem((2, 2), 44, 21, alpha=2.0, beta=0.5, diag=1.0, other=True)
     arguments = problem.operands(dtype, device)
     expected = exact(arguments, dtype)
-    for b, c in ((pattern, pattern), (out, pattern), (pattern, out)):
-        given = relaid(arguments, A=pattern, B=b, C=c)
-        target = laid_out(torch.full_like(expected, torch.nan), out)
-        assert multiply(path, **given, out=target) is target
-        assert_exact(target, expected)
+    arguments = relaid(arguments, **dict.fromkeys("ABC", pattern))
+    target = laid_out(torch.full_like(expected, torch.nan), out)
+    assert multiply(path, **arguments, out=target) is target
+    assert_exact(target, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 0, 0), (0, 2, 4, 3), (0, 0)], ids=str)
@@ -182,6 +183,28 @@ def test_nan_stays_in_its_rows_columns_and_matrix(module, device):
     bad = torch.zeros_like(out, dtype=torch.bool)
     bad[1, 5] = bad[1, :, 5] = True
     assert torch.equal(out.isnan(), bad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_problem(multiply, device, data):
+    sides = st.integers(1, 150)
+    problem = Problem(
+        tuple(data.draw(st.lists(st.integers(1, 3), max_size=2))),
+        data.draw(sides),
+        data.draw(sides),
+        alpha=data.draw(st.sampled_from((1.0, -0.5, 8.0))),
+        beta=data.draw(st.sampled_from((0.0, 1.0, -4.0))),
+        diag=data.draw(st.integers(-4, 4)),
+        other=data.draw(st.booleans()),
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    arguments = problem.operands(dtype, device, seed=data.draw(st.integers(0, 2**31)))
+    expected = exact(arguments, dtype)
+    *patterns, out = (data.draw(st.sampled_from(PATTERNS)) for _ in range(4))
+    arguments = relaid(arguments, **dict(zip("ABC", patterns, strict=True)))
+    target = laid_out(torch.full_like(expected, torch.nan), out)
+    assert_exact(multiply("public", **arguments, out=target), expected)
 
 
 def test_builds_no_autograd_graph_and_modifies_nothing(module, device):
