@@ -41,6 +41,9 @@ CHANGED += [
     (0, "adjust_lr_fn", lambda *_: math.nan, ValueError, "returned nan for a 6 x 4 matrix"),
     (0, "adjust_lr_fn", lambda *_: math.inf, ValueError, "a rate must be finite"),
     (0, "adjust_lr_fn", lambda lr, *_: -lr, ValueError, "returned -.* at least 0"),
+    (0, "adjust_lr_fn", lambda *_: torch.ones(2), ValueError, "must return one floating-point num"),
+    (0, "adjust_lr_fn", lambda *_: torch.ones(()).long(), ValueError, "one floating-point number"),
+    (1, "lr", torch.ones((), device="meta"), ValueError, "parameter 0: lr is on meta, the param"),
     (0, "nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
     (0, "momentum", torch.tensor(0.95), TypeError, "momentum must be a number"),
     (0, "split_sizes", {"w": (6,)}, ValueError, "names no parameter of the group"),
@@ -377,11 +380,6 @@ def test_qk_clip_takes_numbers_or_refuses_them(opt, device, key, value) -> None:
     assert_same_bits(*results)
 
 
-def bits_of(agreement, *values: float) -> int:
-    tensors = [torch.tensor(value) for value in values]
-    return agreement.on_device(tensors, torch.device("cpu")).item()
-
-
 @pytest.mark.gpu
 def test_a_question_waits_for_nothing_on_the_device(opt, submodule, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
@@ -421,5 +419,6 @@ def test_a_question_waits_for_nothing_on_the_device(opt, submodule, device) -> N
     told = question.found[0].tolist()
     assert told[place] == agreement.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
     first = len(agreement.LAYOUT) + len(agreement.OPTIONS)
-    assert told[first : first + 2] == [bits_of(agreement, 0.1 / 3), 0]
+    bits = agreement.on_device([torch.tensor(0.1 / 3)], torch.device("cpu")).item()
+    assert told[first : first + 2] == [bits, 0]
     assert sum(int(mask).bit_count() for mask in told[-agreement.MASKS :]) == 200 - 200 // 3 - 1
