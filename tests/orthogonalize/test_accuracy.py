@@ -7,7 +7,7 @@ import torch
 
 from .._compare import assert_error_at_most, relative_error
 from ..conftest import module_fixture
-from ._matrices import known_matrix, matrix, schedule
+from ._matrices import known_matrix, matrix
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -120,20 +120,6 @@ def test_bfloat16_gram_is_the_direct_iteration(opt, device) -> None:
         run(opt, method, x, BRAIN, device) for method in ("polar_express", "gram_newton_schulz")
     )
     assert torch.equal(direct, gram)
-
-
-@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
-@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
-def test_float64_iterates_are_exact(opt, reference, device, method, shape) -> None:
-    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    rows, prefactor = schedule(opt, method)
-    exact = reference.newton_schulz(x, rows, prefactor)
-    result = opt.orthogonalize(x.to(device), method)
-    assert result.dtype == DOUBLE
-    assert_error_at_most(result.cpu(), exact, 1e-11)
-    wide = x if shape[-2] <= shape[-1] else x.mT
-    gram = reference.gram_newton_schulz(wide, rows, prefactor, (2,))
-    assert_error_at_most(gram if wide is x else gram.mT, exact, 1e-11)
 
 
 SPECTRA = [

@@ -19,10 +19,15 @@ from ._matrices import exact, schedule
 METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
-TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-11}
 
 
 ALL_METHODS = (*METHODS, "gram_polynomial")
+
+
+# Vectors among them, of which the polar factor is that of their norm.
+SMALL = [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)]
+SMALL += [(1, 1), (3, 1, 5), (3, 5, 1)]
 
 
 def dtypes_of(method: str) -> tuple[torch.dtype, ...]:
@@ -43,9 +48,7 @@ def default_dtype(submodule, device):
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-@pytest.mark.parametrize(
-    "shape", [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)], ids=str
-)
+@pytest.mark.parametrize("shape", [*SMALL, (40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
 def test_shapes_and_dtypes(opt, submodule, device, default_dtype, method, shape) -> None:
     for dtype in DTYPES:
         x = gaussian(*shape, dtype=dtype).to(device)
@@ -78,18 +81,6 @@ def test_empty_tensors(opt, device, shape) -> None:
         assert result.shape == shape
         out = torch.empty(shape, device=device)
         assert opt.orthogonalize(x, method, out=out) is out
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 7), (7, 1), (4, 1, 1), (3, 1, 5), (3, 5, 1)], ids=str
-)
-def test_vectors_become_unit_vectors(opt, device, shape) -> None:
-    """With one singular value the polar factor is x / ||x||, scaled by the schedule at 1 / 1.02."""
-    x = gaussian(*shape, dtype=torch.float64).to(device)
-    unit = x / torch.linalg.matrix_norm(x, keepdim=True)
-    for method in ("polar_express", "gram_newton_schulz"):
-        result = opt.orthogonalize(x, method, steps=10)
-        assert_error_at_most(result, unit, 1e-12)
 
 
 @pytest.mark.sees_defect("eps is fixed against the scale of the gradient")
