@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
+ALL_METHODS = (*METHODS, "gram_polynomial")
+
 SPECTRA = {
     "linear": lambda k, m: 0.002 + 0.998 * (m - k) / (m - 1),
     "log2": lambda k, m: 10 ** (-2 * (k - 1) / (m - 1)),

@@ -14,16 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._checkout import ROOT
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
-from ._matrices import exact, schedule
+from ._matrices import ALL_METHODS, METHODS, exact, schedule
 
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
 TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-11}
-
-
-ALL_METHODS = (*METHODS, "gram_polynomial")
-
 
 # Vectors among them, of which the polar factor is that of their norm.
 SMALL = [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)]

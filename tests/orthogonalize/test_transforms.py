@@ -7,10 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .._compare import assert_same_bits, capture, no_waits, relative_error
-from ._matrices import matrix
-
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
-ALL_METHODS = (*METHODS, "gram_polynomial")
+from ._matrices import ALL_METHODS, METHODS, matrix
 
 
 @pytest.fixture
