@@ -194,7 +194,7 @@ FOLLOWED += [(torch.bfloat16, torch.float16, {"rounding": "residual"})]
 
 @pytest.mark.parametrize(("before", "after", "options"), FOLLOWED, ids=str)
 def test_state_follows_to_another_dtype(opt, device, before, after, options) -> None:
-    """model.double() casts what is not a count, as if state were saved, cast, and loaded."""
+    """model.double() casts what is not a count, as loading does, from another device too."""
     model = model_of(before, device)
     optimizer = optimizer_of(opt, model, **options)
     train(optimizer, [*model.parameters()], 3)
@@ -202,15 +202,18 @@ def test_state_follows_to_another_dtype(opt, device, before, after, options) -> 
     model.to(after)
     twin = copy.deepcopy(model)
     other = optimizer_of(opt, twin, **options)
-    wide = torch.promote_types(after, torch.float32)
     for state in saved["state"].values():
         for key, value in state.items():
             if key == "rounding_residual":
                 assert value.any() or value.ndim == 1
-                state[key] = torch.zeros_like(value)
-            elif key != "step":
-                state[key] = value.to(wide)
+                value = torch.zeros_like(value)
+            state[key] = value.cpu()
     other.load_state_dict(saved)
+    wide = torch.promote_types(after, torch.float32)
+    for number, param in enumerate(p for group in other.param_groups for p in group["params"]):
+        for key, value in saved["state"][number].items():
+            as_saved = key in ("step", "rounding_residual")
+            assert_same_bits(other.state[param][key].cpu(), value if as_saved else value.to(wide))
     train(optimizer, [*model.parameters()], 2, seed=50)
     train(other, [*twin.parameters()], 2, seed=50)
     assert_all_same_bits(model.parameters(), twin.parameters())

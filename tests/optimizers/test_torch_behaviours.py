@@ -207,25 +207,6 @@ def test_a_step_count_may_be_a_number(opt, device, name) -> None:
     assert_continues(problem, optimizer, twin, loaded)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@CLASSES
-def test_state_from_another_device_and_dtype(opt, device, name, dtype) -> None:
-    """A CPU checkpoint of float32 parameters continues on the device, in the wider dtype."""
-    _, optimizer = stepped(opt, torch.device("cpu"), name)
-    loaded = make(opt, name, LeastSquares(device, dtype).params)
-    loaded.load_state_dict(optimizer.state_dict())
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for expected, state in zip(optimizer.state.values(), loaded.state.values(), strict=True):
-        assert state.keys() == expected.keys()
-        for key, tensor in state.items():
-            assert tensor.device.type == device.type
-            assert_same_bits(tensor, expected[key].to(torch.float32 if key == "step" else wide))
-    params = [param for group in loaded.param_groups for param in group["params"]]
-    before = values(params)
-    train(loaded, params, 1)
-    assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-
-
 @CLASSES
 def test_hooks_of_state_dict_and_of_loading(opt, device, name) -> None:
     """The first hook sees what is there, the last may replace what is returned or loaded, checks
