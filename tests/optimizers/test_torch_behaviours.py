@@ -25,8 +25,10 @@ def test_a_loop_and_a_batch_agree(opt, device, name, options) -> None:
     """
 
     def run(separate: bool) -> list[nn.Parameter]:
-        params = parameters([(10, 5), (10, 7), (10, 5), (10, 0), (3,), (4,)], device=device)
-        groups = [{"params": [param]} for param in params] if separate else params
+        shapes = [(10, 5), (10, 7), (10, 5), (10, 0), (3,), (4,), (3,), ()]
+        params = parameters(shapes, device=device)
+        pairs = zip(params[:4], params[4:], strict=True)  # which are two groups each, by shape
+        groups = [{"params": pair} for pair in pairs] if separate else params
         optimizer = make(opt, name, groups, **options)
         train(optimizer, params, 3)
         return params
