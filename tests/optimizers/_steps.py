@@ -166,14 +166,12 @@ def reversed_in_memory(x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(order)
 
 
-def both(opt, params, **options):
-    """One Muon group and one AdamW group over `params`, in each class."""
-    split = max(1, len(params) // 2)
-    groups = marked(params, split)
-    return {
-        "Muon": lambda: opt.Muon(groups, **options),
-        "MuonAdamW": lambda: opt.MuonAdamW([{**group, "lr": 0.02, **options} for group in groups]),
-    }
+def both(opt, name, params, **options):
+    """One Muon group of the first half of `params` and one AdamW group of the others."""
+    groups = marked(params, len(params) // 2)
+    if name == "Muon":
+        return opt.Muon(groups, **options)
+    return opt.MuonAdamW([{**group, "lr": 0.02, **options} for group in groups])
 
 
 def values(params) -> list[Tensor]:

@@ -272,6 +272,7 @@ def test_the_steps_of_the_transposes(opt, device, options) -> None:
             assert other.state[twin][key].numel() == value.numel()
 
 
+@pytest.mark.sees_defect("state cannot be saved or loaded while it is offloaded")
 @pytest.mark.parametrize("rounding", ["residual", "nearest"])
 def test_bfloat16_parts_in_columns(opt, device, rounding) -> None:
     """Pieces with strides, their residuals beside them; saved, loaded, and kept in host memory."""
@@ -283,6 +284,7 @@ def test_bfloat16_parts_in_columns(opt, device, rounding) -> None:
     other.turn_on_cpu_offload()
     train(other, sets[1], 1, seed=102)
     other.load_state_dict(other.state_dict())
+    assert other.offloaded
     train(other, sets[1], 1, seed=103)
     assert_all_same_bits(*sets)
 

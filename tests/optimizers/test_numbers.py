@@ -53,7 +53,7 @@ def test_the_device_is_the_parameters(opt, device, name) -> None:
         params = parameters([(6, 4), (3, 8), (6, 4), (5,)], device=device)
         grads = [param.grad for param in params]
         with torch.device(default):
-            optimizer = both(opt, params)[name]()
+            optimizer = both(opt, name, params)
             for _ in range(3):
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad.clone()
@@ -72,8 +72,8 @@ def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> 
     exact = [nn.Parameter(param.detach().float()) for param in params]
     for param, wide in zip(params, exact, strict=True):
         wide.grad = param.grad.float()
-    both(opt, params, weight_decay=0.3)[name]().step()
-    both(opt, exact, weight_decay=0.3)[name]().step()
+    both(opt, name, params, weight_decay=0.3).step()
+    both(opt, name, exact, weight_decay=0.3).step()
     for param, wide in zip(params, exact, strict=True):
         assert_same_bits(param.detach(), wide.detach().to(dtype))
 

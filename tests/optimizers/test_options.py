@@ -62,7 +62,7 @@ def test_a_wrong_option_stops_the_step_before_any_write(
 ) -> None:
     """Of several shapes: a rule that fails for one would fail too late batch by batch."""
     params = parameters([(6, 4), (4, 6), (5,), (3,)], device=device)
-    optimizer = both(opt, params, none_grad=True)[name]()
+    optimizer = both(opt, name, params, none_grad=True)
     optimizer.step()
     new_gradients(params, seed=7)
     grads = [param.grad for param in params]
@@ -111,7 +111,7 @@ def test_a_list_set_later_is_taken_as_in_the_constructor(opt, device) -> None:
 
 def test_options_are_checked_only_when_they_change(opt, submodule, device, monkeypatch) -> None:
     params = parameters([(6, 4), (5,)], device=device)
-    optimizer = both(opt, params)["Muon"]()
+    optimizer = both(opt, "Muon", params)
     options = submodule("optimizers.groups.options")
     checks = []
     for kind in (options.MuonOptions, options.AdamWOptions):
@@ -125,7 +125,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 
 
 def test_what_may_give_another_value_is_asked_at_every_step(opt, device) -> None:
-    """A function, a Tensor and a dict; of numbers and words the last answer counts."""
+    """A function and a Tensor; of numbers and words the last answer counts."""
     (param,) = parameters([(6, 4)], device=device)
     rates = iter([0.5, 0.25])
     optimizer = opt.Muon([("w", param)], lr=1.0, weight_decay=0.0, adjust_lr_fn="none")

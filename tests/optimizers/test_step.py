@@ -55,7 +55,7 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
     """No decay, no momentum, no step count; and the others move as if alone."""
     params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
     twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
-    optimizer, full = both(opt, params)[name](), both(opt, twins)[name]()
+    optimizer, full = both(opt, name, params), both(opt, name, twins)
     params[0].grad = params[3].grad = None
     before = values(params)
     optimizer.fit_state()
@@ -74,7 +74,7 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
 @CLASSES
 def test_closure(opt, device, name) -> None:
     params = parameters([(6, 4), (6, 4)], device=device)
-    optimizer = both(opt, params, none_grad=False)[name]()
+    optimizer = both(opt, name, params, none_grad=False)
     optimizer.zero_grad()
     calls = []
 
@@ -99,7 +99,7 @@ def test_a_zero_gradient_only_decays(opt, device, name) -> None:
     for param in params:
         param.grad.zero_()
     before = values(params)
-    optimizer = both(opt, params, weight_decay=0.5)[name]()
+    optimizer = both(opt, name, params, weight_decay=0.5)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     optimizer.step()
@@ -113,7 +113,7 @@ def test_a_zero_gradient_only_decays(opt, device, name) -> None:
 def test_a_sparse_gradient_changes_nothing(opt, device, name, culprit) -> None:
     """All gradients are checked before the first parameter or buffer is written."""
     params = parameters([(6, 4), (6, 4), (5, 5), (5,)], device=device)
-    optimizer = both(opt, params)[name]()
+    optimizer = both(opt, name, params)
     params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
     message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
     with nothing_written(optimizer), pytest.raises(ValueError, match=message):

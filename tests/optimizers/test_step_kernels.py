@@ -395,7 +395,7 @@ def test_a_compiled_step_under_a_schedule(opt, device, counted, name, wrapped) -
     results = []
     for compiled in (False, True):
         params = parameters([(6, 4), (3, 8), (5,)], device=device)
-        optimizer = both(opt, params, weight_decay=0.1)[name]()
+        optimizer = both(opt, name, params, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
         def train(optimizer=optimizer, params=params):
