@@ -229,17 +229,6 @@ def test_band(table, lower, lift, low, high) -> None:
     assert low <= values.min().item() and values.max().item() <= high
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33), (1, 1), (1, 5)])
-@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE, HALF], ids=str)
-def test_same_polynomials_as_the_reference(opt, reference, device, table, shape, dtype) -> None:
-    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    wide = x if shape[-2] <= shape[-1] else x.mT
-    exact = reference.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
-    result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
-    budget = {DOUBLE: 1e-10, SINGLE: 1e-4, HALF: 0.06}[dtype]
-    assert_error_at_most(result, exact if wide is x else exact.mT, budget)
-
-
 @pytest.mark.parametrize("spectrum", ["log2", "power_half", "power_one"])
 def test_values_land_where_the_polynomials_put_them(opt, device, table, spectrum) -> None:
     """The bound is the Schatten-4 norm, with a margin of 1.01."""
