@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -59,32 +60,23 @@ def test_it_starts_at_once_and_frees_the_device_state(opt, device, make) -> None
     "all state is moved before and after a step, and nothing else runs meanwhile"
 )
 def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
-    opt, submodule, device, monkeypatch
+    opt, submodule, device, watch
 ) -> None:
     """Motif moves all state before and after a step. At most three batches are there."""
     module = submodule("optimizers.state.in_host_memory")
     params = parameters([(4, n) for n in range(4, 11)] + [(5,), (6,)], device=device)
     optimizer = opt.Muon(marked(params, 7))
     optimizer.turn_on_cpu_offload()
-    events = []
-    copy_part, muon_module = module.Part.copy, submodule("optimizers.step")
-    index = {param: number for number, param in enumerate(params)}
+    index, numbers = {param: number for number, param in enumerate(params)}, itertools.count()
 
-    def logged(part, *, to_host):
-        events.append(("out" if to_host else "in", index[part.param]))
-        copy_part(part, to_host=to_host)
+    def copied(_, part, *, to_host):
+        return ("out" if to_host else "in", index[part.param])
 
-    kernel, computed = muon_module.momentum, []
-
-    def momentum(grads, *arguments, **options):
-        events.append(("compute", len(computed)))
-        computed.append(len(grads))
-        return kernel(grads, *arguments, **options)
-
-    monkeypatch.setattr(module.Part, "copy", logged)
-    monkeypatch.setattr(muon_module, "momentum", momentum)
+    events = watch(module.Part, "copy", copied)
+    computed = lambda *_, **__: ("compute", next(numbers))  # noqa: E731
+    watch(submodule("optimizers.step"), "momentum", computed, events)
     train(optimizer, params, 1)
-    assert computed == [1] * 7
+    assert next(numbers) == 7  # batches, of a matrix each
     for number in range(7):
         here = events.index(("compute", number))
         assert events.index(("in", number)) < here < events.index(("out", number))

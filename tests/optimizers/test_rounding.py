@@ -32,7 +32,7 @@ def float32_twins(params):
     return twins
 
 
-def train_together(optimizers, params, steps: int) -> None:
+def train_together(optimizers, params, steps: int, **options) -> None:
     """`steps` steps of every optimizer, on the gradients of the first list of parameters."""
     for step in range(steps):
         new_gradients(params[0], seed=step)
@@ -40,7 +40,7 @@ def train_together(optimizers, params, steps: int) -> None:
             for param, other in zip(params[0], others, strict=True):
                 other.grad = param.grad.to(other.dtype)
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step(**options)
 
 
 @pytest.mark.kernels_ci
@@ -287,12 +287,7 @@ def test_qk_clip_scales_the_value_before_rounding(opt, submodule, device) -> Non
         for run, how in runs
     ]
     logits = {0: torch.tensor([30.0, 5.0], device=device)}
-    for step in range(3):
-        new_gradients(params, seed=step)
-        for param, twin in zip(params, twins, strict=True):
-            twin.grad = param.grad.float()
-        for optimizer in optimizers:
-            optimizer.step(qk_logits=logits)
+    train_together(optimizers, [params, twins], 3, qk_logits=logits)
     join = submodule("reference.rounding").join
     for param, twin in zip(params, twins, strict=True):
         joined = join(param.detach(), optimizers[0].state[param]["rounding_residual"])

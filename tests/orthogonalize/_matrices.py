@@ -55,27 +55,18 @@ def schedule(opt, method: str, steps: int = 5) -> tuple:
     return opt.polar_express_coefficients(steps), 1.02
 
 
-def exact(
-    opt, module, x: torch.Tensor, method: str, steps: int = 5, *, dtype=None, iterate_dtype=None
-) -> torch.Tensor:
+def exact(opt, module, x: torch.Tensor, method: str) -> torch.Tensor:
     """x (..., m, n) in float64 after the iteration that `method` is for its shape and dtype."""
     m, n = x.shape[-2:]
-    picked = module("orthogonalize.choose").choose(
-        m,
-        n,
-        dtype=dtype or x.dtype,
-        device=x.device,
-        steps=steps,
-        method=method,
-        iterate_dtype=iterate_dtype,
-    )
+    choose = module("orthogonalize.choose").choose
+    picked = choose(m, n, dtype=x.dtype, device=x.device, method=method)
     slow = module("reference.orthogonalize")
     wide = (x if m <= n else x.mT).double().cpu()
     if picked.method == "gram_polynomial":
         table = module("orthogonalize.polynomials")
         found = slow.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
     else:
-        found = slow.newton_schulz(wide, *schedule(opt, picked.method, steps))
+        found = slow.newton_schulz(wide, *schedule(opt, picked.method))
     return found if m <= n else found.mT
 
 
