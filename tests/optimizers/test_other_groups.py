@@ -39,15 +39,6 @@ def test_groups_without_a_mark_go_by_shape(opt, device, said) -> None:
     (message,) = said("go by shape")
     assert "(4, 3) to muon; (1, 4), (8, 4) to muon; (3,), (4,) to adamw" in message
     assert "get_default_muon_param_groups(model)" in message
-    twins = parameters([(4, 3), (3,), (8, 4), (4,), (1, 4)], device=device)
-    marked = [
-        {"params": twins[:1], "use_muon": True},
-        {"params": [twins[2], twins[4]], "use_muon": True, "weight_decay": 0.0},
-        {"params": [twins[1], twins[3]], "use_muon": False, "weight_decay": 0.0},
-    ]
-    train(optimizer, params, 2)
-    train(opt.Muon(marked), twins, 2)
-    assert_all_same_bits(params, twins)
 
 
 @pytest.mark.parametrize("form", ["pairs", "names", "param_names", "named_parameters"])

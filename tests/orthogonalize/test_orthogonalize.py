@@ -35,16 +35,11 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@pytest.fixture
-def default_dtype(submodule, device):
-    """Iterate dtype of an input dtype on the device under test."""
-    return lambda dtype: submodule("orthogonalize.arguments").default_dtype(dtype, device)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("method", ["auto", *ALL_METHODS])
 @pytest.mark.parametrize("shape", [*SMALL, (40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
-def test_shapes_and_dtypes(opt, submodule, device, default_dtype, method, shape) -> None:
+def test_shapes_and_dtypes(opt, submodule, device, method, shape) -> None:
+    default_dtype = submodule("orthogonalize.arguments").default_dtype
     # A vector's one value lies where the polynomials are steep: 16 bits would err by 4 %.
     for dtype in DTYPES if min(shape[-2:]) > 1 else [torch.float64]:
         x = gaussian(*shape, dtype=dtype).to(device)
@@ -52,7 +47,7 @@ def test_shapes_and_dtypes(opt, submodule, device, default_dtype, method, shape)
         result = opt.orthogonalize(x, method)
         assert_same_bits(x, before)
         assert x._version == version
-        assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype))
+        assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype, device))
         assert result.device == x.device and result.is_contiguous()
         expected = exact(opt, submodule, x, method)
         assert_error_at_most(result.cpu(), expected, TOLERANCE[result.dtype])
