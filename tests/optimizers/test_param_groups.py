@@ -31,10 +31,10 @@ def anonymous() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    """An embedding that is met first as `decode.weight`, by its name a matrix like any other."""
-    model = nn.ModuleDict({"decode": nn.Linear(8, 40, bias=False), "b": nn.Linear(8, 8)})
-    model["encode"] = nn.Embedding(40, 8)
-    model["encode"].weight = model["decode"].weight
+    """An embedding that is met first as a matrix of a layer."""
+    layers = nn.ModuleList([nn.Linear(8, 40, bias=False), nn.Linear(8, 8)])
+    model = nn.ModuleDict({"layers": layers, "encode": nn.Embedding(40, 8)})
+    model["encode"].weight = layers[0].weight
     return model
 
 
@@ -75,7 +75,7 @@ MODELS = {
     "tied transformer": (TinyTransformer(tied=True), LAYERS),
     "frozen layers": (frozen(), {"layers.1.qkv", "layers.1.output"}),
     "types before names": (anonymous(), {"b.0"}),
-    "tied under any name": (tied(), {"b"}),
+    "tied under any name": (tied(), {"layers.1"}),
     "no head": (
         nn.ModuleDict({"tokens": nn.Embedding(8, 8), "blocks": nn.ModuleList([nn.Linear(8, 8)])}),
         {"blocks.0"},  # as wide as the vocabulary
