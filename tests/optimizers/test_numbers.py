@@ -113,11 +113,8 @@ def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
         optimizer = getattr(opt, name)(groups)
         for step in range(3):
             new_gradients(params, seed=step)
-            if step == 2 and tensor:
-                decay.fill_(0.5)
-            elif step == 2:
-                for group in optimizer.param_groups:
-                    group["weight_decay"] = 0.5
+            for group in optimizer.param_groups if step == 2 else ():
+                group["weight_decay"] = decay.fill_(0.5) if tensor else 0.5
             with NoHostReads():
                 optimizer.step()
         results.append(values(params))

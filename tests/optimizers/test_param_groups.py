@@ -163,10 +163,7 @@ def test_experts_and_convolutions(opt) -> None:
     assert adamw == {"experts.up_bias", "conv.bias", "conv1d.weight", "conv1d.bias"}
     groups = opt.get_default_muon_param_groups(model)
     assert groups[0]["expert_keys"] == ("experts",)
-    optimizer = opt.Muon(groups, beta2=0.9)
-    optimizer.step()
-    second = optimizer.state[model["experts"]["up"]]["second_momentum_buffer"]
-    assert second.shape == (3, 8, 1)
+    opt.Muon(groups).step()
 
 
 def test_another_rule_decides_alone(opt) -> None:

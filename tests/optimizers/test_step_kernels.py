@@ -49,21 +49,33 @@ def test_a_tensor_rate_has_the_bits_of_the_number(opt, device, dtype, shape, whe
     assert_all_same_bits(*results)
 
 
+# Rates that were multiplied in another order: two roundings of 2^-24 per step.
+BUDGETS = [
+    (torch.float32, "nearest", STEPS * 2 * 2.0**-24),
+    (torch.bfloat16, "residual", 2.0**-8),
+    (torch.bfloat16, "stochastic", 2.0**-7),
+]
+
+
 @pytest.mark.parametrize("shaped", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["number", "Tensor"])
-def test_functions_as_rules(opt, device, kind, shaped, weight_decay) -> None:
-    """They may return a number or a Tensor; a decay by the lr before them stays what it is."""
+@pytest.mark.parametrize(("dtype", "rounding", "budget"), BUDGETS, ids=str)
+def test_functions_as_rules(
+    opt, device, kind, shaped, weight_decay, dtype, rounding, budget
+) -> None:
+    """They may return a number or a Tensor; a decay by the lr before them stays what it is. The one
+    update without a kernel rounds as the others do.
+    """
     results = []
     for rule in (lambda lr, rows, columns: lr * (rows / columns) ** 0.5, "spectral"):
         lr = torch.tensor(0.02, device=device) if kind == "Tensor" else 0.02
-        params = of_every_shape(torch.float32, device)
-        options = {"adjust_lr_fn": rule, "shaped_decay": shaped, "lr": lr}
+        params = of_every_shape(dtype, device)
+        options = {"adjust_lr_fn": rule, "shaped_decay": shaped, "lr": lr, "rounding": rounding}
         train(every_cut(opt, "Muon", params, weight_decay=weight_decay, **options), params, STEPS)
         results.append(values(params))
     for ours, theirs in zip(*results, strict=True):
-        # Rates that were multiplied in another order: two roundings of 2^-24 per step.
-        assert_error_at_most(ours, theirs, STEPS * 2 * 2.0**-24)
+        assert_error_at_most(ours, theirs, budget)
 
 
 def test_what_no_kernel_takes_is_said_once(opt, said, device) -> None:

@@ -12,11 +12,7 @@ ALL_METHODS = (*METHODS, "gram_polynomial")
 
 SPECTRA = {
     "linear": lambda k, m: 0.002 + 0.998 * (m - k) / (m - 1),
-    "log2": lambda k, m: 10 ** (-2 * (k - 1) / (m - 1)),
-    "log3": lambda k, m: 10 ** (-3 * (k - 1) / (m - 1)),
-    "log5": lambda k, m: 10 ** (-5 * (k - 1) / (m - 1)),
-    "log7": lambda k, m: 10 ** (-7 * (k - 1) / (m - 1)),
-    "log9": lambda k, m: 10 ** (-9 * (k - 1) / (m - 1)),
+    **{f"log{d}": lambda k, m, d=d: 10 ** (-d * (k - 1) / (m - 1)) for d in (2, 3, 5, 7, 9)},
     "power_half": lambda k, m: k**-0.5,
     "power_one": lambda k, m: 1 / k,
     "half_zero": lambda k, m: (1 - k / m) * (2 * k <= m),
