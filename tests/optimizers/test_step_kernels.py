@@ -322,22 +322,20 @@ def test_ranges_are_made_for_a_profiler_only(build, submodule, watch) -> None:
     assert stages == {f"muon::{stage}" for stage in expected}
 
 
+def replaced(param, data) -> None:
+    param.grad = None
+    param.data = data
+    param.grad = torch.ones_like(param)
+
+
 def reshaped(optimizer, param) -> None:
-    param.grad = None
-    param.data = param.data.view(2, 4)
+    replaced(param, param.data.view(2, 4))
     optimizer.state[param] = {}
-    param.grad = torch.ones_like(param)
-
-
-def cast(optimizer, param) -> None:
-    param.grad = None
-    param.data = param.data.bfloat16()
-    param.grad = torch.ones_like(param)
 
 
 CHANGES = {
     "a form": reshaped,
-    "a dtype": cast,
+    "a dtype": lambda o, p: replaced(p, p.data.bfloat16()),
     "an option of the layout": lambda o, p: o.param_groups[0].update(num_heads=2),
     "a loaded state": lambda o, p: o.load_state_dict(o.state_dict()),
     "a state put in its place": lambda o, p: o.state.update({p: dict(o.state[p])}),
