@@ -180,7 +180,6 @@ def test_the_rule_can_be_broken(opt, device, matrices, zoo) -> None:
 
 
 table = module_fixture("orthogonalize.polynomials")
-method = module_fixture("orthogonalize.gram_polynomial")
 
 
 def on_values(table, sigma: torch.Tensor, lift: float = 1.0) -> torch.Tensor:
@@ -240,7 +239,7 @@ def test_values_land_where_the_polynomials_put_them(opt, device, table, spectrum
     torch.testing.assert_close(values, wanted.sort(descending=True).values, atol=1e-9, rtol=0)
 
 
-def hostile(kind: str, m: int, n: int, generator: torch.Generator) -> torch.Tensor:
+def hostile(m: int, n: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Matrices that round alike everywhere, or whose largest value sits at the end of the range."""
     normal = torch.randn(m, n, generator=generator)
     column, row = torch.randn(m, 1, generator=generator), torch.randn(1, n, generator=generator)
@@ -255,33 +254,26 @@ def hostile(kind: str, m: int, n: int, generator: torch.Generator) -> torch.Tens
         "sparse": normal * (torch.rand(m, n, generator=generator) < 0.1),
         "diagonal": torch.eye(m, n) * 10 ** (-5 * torch.rand(m, 1, generator=generator)),
         "hilbert": 1 / (k[:m, None] + k[None, :n] + 1),
-    }[kind]
+    }
 
 
-KINDS = (
-    *("rank_1", "near_rank_1", "near_ones", "integers"),
-    *("rows_of_any_size", "sparse", "diagonal", "hilbert"),
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_no_value_leaves_the_band(opt, device, kind: str, dtype) -> None:
+def test_no_value_leaves_the_band(opt, device, dtype) -> None:
     """A bound that is too small by 2 % sends the largest value to infinity."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(m, aspect * m) for m in (1, 2, 3, 5, 8, 13, 21, 34) for aspect in (1, 2, 3)]
     for m, n in [*shapes, (128, 160)]:
-        x = hostile(kind, m, n, generator)
-        result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
-        largest = torch.linalg.matrix_norm(result.double(), 2).item()
-        assert largest < (1.16 if dtype == HALF else 1.105), (m, n)
+        for kind, x in hostile(m, n, generator).items():
+            result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
+            largest = torch.linalg.matrix_norm(result.double(), 2).item()
+            assert largest < (1.16 if dtype == HALF else 1.105), (kind, m, n)
 
 
-def test_bfloat16_and_other_step_counts_are_refused(opt, method, device) -> None:
+def test_bfloat16_and_other_step_counts_are_refused(opt, device) -> None:
     x = torch.randn(4, 6, device=device)
     with pytest.raises(ValueError, match="bfloat16"):
         opt.orthogonalize(x, "gram_polynomial", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="steps=4: gram_polynomial is made for 5"):
         opt.orthogonalize(x, "gram_polynomial", 4)
     with pytest.raises(TypeError, match="list"):
-        method.gram_polynomial([[1.0]])
+        opt.orthogonalize([[1.0]], "gram_polynomial")

@@ -17,13 +17,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def compiled(opt, fresh_compiler):
-    return torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
-
-
-def test_many_shapes_need_few_graphs(opt, compiled, device) -> None:
+def test_many_shapes_need_few_graphs(opt, device, fresh_compiler) -> None:
     """More shapes than the compiler's limit of 8 graphs: sizes become symbolic, methods do not."""
+    compiled = torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
     for m in range(4, 9):
         for n in (m, m + 1, 2 * m, 40):
             for shape in ((m, n), (n, m)):
