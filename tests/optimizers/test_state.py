@@ -237,7 +237,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
     train(optimizer, params, 1)
 
 
-ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic", "residual"])
 # Values that a product with 0 or a sum with 0 would change.
 DELICATE = (-0.0, float("inf"), float("-inf"), 1e-40, 65504.0)
 
@@ -302,7 +301,7 @@ def test_a_first_step_is_not_captured(opt, device, monkeypatch) -> None:
     optimizer.step()
 
 
-@ROUNDINGS
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "residual"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tensor_rate", [False, True], ids=["float", "tensor"])
 @MAKERS
