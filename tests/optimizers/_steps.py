@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,14 +166,12 @@ def reversed_in_memory(x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(order)
 
 
-def both(opt, params, **options):
-    """One Muon group and one AdamW group over `params`, in each class."""
-    split = max(1, len(params) // 2)
-    groups = marked(params, split)
-    return {
-        "Muon": lambda: opt.Muon(groups, **options),
-        "MuonAdamW": lambda: opt.MuonAdamW([{**group, "lr": 0.02, **options} for group in groups]),
-    }
+def both(opt, name, params, **options):
+    """One Muon group of the first half of `params` and one AdamW group of the others."""
+    groups = marked(params, len(params) // 2)
+    if name == "Muon":
+        return opt.Muon(groups, **options)
+    return opt.MuonAdamW([{**group, "lr": 0.02, **options} for group in groups])
 
 
 def values(params) -> list[Tensor]:
@@ -253,10 +251,6 @@ def in_place(optimizer, params, captured: bool, **options) -> Callable[[int], No
     return run
 
 
-MUON, ADAMW = "muon", "adamw"
-ADAMW_OPTIONS = ("betas", "eps")
-SHARED_OPTIONS = ("lr", "weight_decay", "none_grad")
-
 INPUTS: dict[str, dict[str, Any]] = {
     "default": {},
     "another lr": {"lr": 0.01},
@@ -316,37 +310,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def make(opt, name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
-    """The class over torch's kind of `params`: matrices for Muon, the rest for AdamW."""
-    groups = list(_groups(list(params)))
+    """The class over torch's kind of `params`, whose groups without a mark go by shape."""
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
     if name == "Muon":
-        own = {key: f"adamw_{key}" for key in ADAMW_OPTIONS}
+        own = {"betas": "adamw_betas", "eps": "adamw_eps"}
         return opt.Muon(groups, **{own.get(key, key): value for key, value in options.items()})
-    return opt.MuonAdamW([{"lr": 0.02, **_chosen(group, options), **group} for group in groups])
-
-
-def _groups(params: list[Any]) -> Iterable[dict[str, Any]]:
-    if params and isinstance(params[0], dict):
-        for group in params:
-            yield {"kind": _kind(group["params"]), **group}
-        return
-    for kind in (MUON, ADAMW):
-        if chosen := [entry for entry in params if _kind([entry]) == kind]:
-            yield {"params": chosen, "kind": kind}
-
-
-def _kind(params: Any) -> str:
-    (first, *_) = params
-    return MUON if (first[1] if isinstance(first, tuple) else first).dim() >= 2 else ADAMW
-
-
-def _chosen(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are for this group."""
-    muon = group["kind"] == MUON
-    return {
-        key: value
-        for key, value in options.items()
-        if key in SHARED_OPTIONS or (key not in ADAMW_OPTIONS) == muon
-    }
+    return opt.MuonAdamW([{"lr": 0.02, **options, **group} for group in groups])
 
 
 def by_input(test):

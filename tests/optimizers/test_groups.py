@@ -148,12 +148,9 @@ def test_wrong_parameter(opt, make, error, message) -> None:
     with pytest.raises(error, match=f"group 1, parameter 'b': .*{message}"):
         optimizer.add_param_group(group)
     assert_unchanged(optimizer)
-
-
-@pytest.mark.parametrize(("make", "error", "message"), PARAMETERS[3:])
-def test_wrong_parameter_of_an_adamw_group(opt, make, error, message) -> None:
-    with pytest.raises(error, match=f"group 0, parameter 0: .*{message}"):
-        opt.Muon([{"params": [make()], "use_muon": False}])
+    if message not in ("Muon needs at least 2 dimensions", "is 3-D"):
+        with pytest.raises(error, match=f"group 0, parameter 0: .*{message}"):
+            opt.Muon([{"params": [make()], "use_muon": False}])
 
 
 def assert_unchanged(optimizer) -> None:

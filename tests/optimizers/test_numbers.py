@@ -53,7 +53,7 @@ def test_the_device_is_the_parameters(opt, device, name) -> None:
         params = parameters([(6, 4), (3, 8), (6, 4), (5,)], device=device)
         grads = [param.grad for param in params]
         with torch.device(default):
-            optimizer = both(opt, params)[name]()
+            optimizer = both(opt, name, params)
             for _ in range(3):
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad.clone()
@@ -72,8 +72,8 @@ def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> 
     exact = [nn.Parameter(param.detach().float()) for param in params]
     for param, wide in zip(params, exact, strict=True):
         wide.grad = param.grad.float()
-    both(opt, params, weight_decay=0.3)[name]().step()
-    both(opt, exact, weight_decay=0.3)[name]().step()
+    both(opt, name, params, weight_decay=0.3).step()
+    both(opt, name, exact, weight_decay=0.3).step()
     for param, wide in zip(params, exact, strict=True):
         assert_same_bits(param.detach(), wide.detach().to(dtype))
 
@@ -113,11 +113,8 @@ def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
         optimizer = getattr(opt, name)(groups)
         for step in range(3):
             new_gradients(params, seed=step)
-            if step == 2 and tensor:
-                decay.fill_(0.5)
-            elif step == 2:
-                for group in optimizer.param_groups:
-                    group["weight_decay"] = 0.5
+            for group in optimizer.param_groups if step == 2 else ():
+                group["weight_decay"] = decay.fill_(0.5) if tensor else 0.5
             with NoHostReads():
                 optimizer.step()
         results.append(values(params))

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_tensors
 from ._steps import marked, parameters, train
-from .test_state import MAKERS, SHAPES, state_tensors, through_memory
+from .test_state import MAKERS, SHAPES, state_tensors
 
 KEPT = {"step", "second_momentum_buffer"}
 
@@ -59,32 +60,23 @@ def test_it_starts_at_once_and_frees_the_device_state(opt, device, make) -> None
     "all state is moved before and after a step, and nothing else runs meanwhile"
 )
 def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
-    opt, submodule, device, monkeypatch
+    opt, submodule, device, watch
 ) -> None:
     """Motif moves all state before and after a step. At most three batches are there."""
     module = submodule("optimizers.state.in_host_memory")
     params = parameters([(4, n) for n in range(4, 11)] + [(5,), (6,)], device=device)
     optimizer = opt.Muon(marked(params, 7))
     optimizer.turn_on_cpu_offload()
-    events = []
-    copy_part, muon_module = module.Part.copy, submodule("optimizers.step")
-    index = {param: number for number, param in enumerate(params)}
+    index, numbers = {param: number for number, param in enumerate(params)}, itertools.count()
 
-    def logged(part, *, to_host):
-        events.append(("out" if to_host else "in", index[part.param]))
-        copy_part(part, to_host=to_host)
+    def copied(_, part, *, to_host):
+        return ("out" if to_host else "in", index[part.param])
 
-    kernel, computed = muon_module.momentum, []
-
-    def momentum(grads, *arguments, **options):
-        events.append(("compute", len(computed)))
-        computed.append(len(grads))
-        return kernel(grads, *arguments, **options)
-
-    monkeypatch.setattr(module.Part, "copy", logged)
-    monkeypatch.setattr(muon_module, "momentum", momentum)
+    events = watch(module.Part, "copy", copied)
+    computed = lambda *_, **__: ("compute", next(numbers))  # noqa: E731
+    watch(submodule("optimizers.step"), "momentum", computed, events)
     train(optimizer, params, 1)
-    assert computed == [1] * 7
+    assert next(numbers) == 7  # batches, of a matrix each
     for number in range(7):
         here = events.index(("compute", number))
         assert events.index(("in", number)) < here < events.index(("out", number))
@@ -94,45 +86,6 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
         present -= {n for kind, n in events[:here] if kind == "out"}
         assert len(present & set(range(7))) <= module.SLOTS
     assert events.count(("in", 7)) == events.count(("out", 7)) == 2  # exp_avg, exp_avg_sq
-
-
-def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypatch) -> None:
-    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
-        monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
-    params = parameters([(16, 16)] * 40 + [(512,)] * 20 + [(100, 40)], device=device)
-    optimizer = opt.Muon(marked(params, 40))
-    optimizer.turn_on_cpu_offload()
-    train(optimizer, params, 2)
-    (lane,) = optimizer._host._lanes.values()
-    held = sum(slot.buffer.numel() for slot in lane.slots)
-    assert 0 < held <= 3 * (4096 + 16 * 40 * 2 * 4)  # a batch, or sixteen rows of both moments
-    assert held < sum(tensor.numel() * 4 for tensor in travelling(optimizer)) / 4
-
-
-@pytest.mark.sees_defect("state cannot be saved or loaded while it is offloaded")
-@MAKERS
-def test_state_dicts_while_it_is_on(opt, device, make) -> None:
-    """Motif refuses both; here they are served from the host, exactly."""
-    params = parameters(SHAPES, device=device)
-    optimizer = make(opt, params)
-    optimizer.turn_on_cpu_offload()
-    train(optimizer, params, 3)
-    saved, others = through_memory(optimizer.state_dict()), []
-    for offload in (False, True):
-        twins = [nn.Parameter(param.detach().clone()) for param in params]
-        other = make(opt, twins, lr=0.5)
-        if offload:
-            other.turn_on_cpu_offload()
-        other.load_state_dict(saved)
-        assert other.offloaded == offload
-        for tensor in travelling(other):
-            assert tensor.device == (torch.device("cpu") if offload else device)
-        assert_same_values(other, optimizer)
-        train(other, twins, 2, seed=50)
-        others.append(other)
-    train(optimizer, params, 2, seed=50)
-    for other in others:
-        assert_same_values(other, optimizer)
 
 
 @pytest.mark.sees_defect("state made after the registration is never offloaded")

@@ -41,6 +41,9 @@ CHANGED += [
     (0, "adjust_lr_fn", lambda *_: math.nan, ValueError, "returned nan for a 6 x 4 matrix"),
     (0, "adjust_lr_fn", lambda *_: math.inf, ValueError, "a rate must be finite"),
     (0, "adjust_lr_fn", lambda lr, *_: -lr, ValueError, "returned -.* at least 0"),
+    (0, "adjust_lr_fn", lambda *_: torch.ones(2), ValueError, "must return one floating-point num"),
+    (0, "adjust_lr_fn", lambda *_: torch.ones(()).long(), ValueError, "one floating-point number"),
+    (1, "lr", torch.ones((), device="meta"), ValueError, "parameter 0: lr is on meta, the param"),
     (0, "nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
     (0, "momentum", torch.tensor(0.95), TypeError, "momentum must be a number"),
     (0, "split_sizes", {"w": (6,)}, ValueError, "names no parameter of the group"),
@@ -59,7 +62,7 @@ def test_a_wrong_option_stops_the_step_before_any_write(
 ) -> None:
     """Of several shapes: a rule that fails for one would fail too late batch by batch."""
     params = parameters([(6, 4), (4, 6), (5,), (3,)], device=device)
-    optimizer = both(opt, params, none_grad=True)[name]()
+    optimizer = both(opt, name, params, none_grad=True)
     optimizer.step()
     new_gradients(params, seed=7)
     grads = [param.grad for param in params]
@@ -108,7 +111,7 @@ def test_a_list_set_later_is_taken_as_in_the_constructor(opt, device) -> None:
 
 def test_options_are_checked_only_when_they_change(opt, submodule, device, monkeypatch) -> None:
     params = parameters([(6, 4), (5,)], device=device)
-    optimizer = both(opt, params)["Muon"]()
+    optimizer = both(opt, "Muon", params)
     options = submodule("optimizers.groups.options")
     checks = []
     for kind in (options.MuonOptions, options.AdamWOptions):
@@ -122,7 +125,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 
 
 def test_what_may_give_another_value_is_asked_at_every_step(opt, device) -> None:
-    """A function, a Tensor and a dict; of numbers and words the last answer counts."""
+    """A function and a Tensor; of numbers and words the last answer counts."""
     (param,) = parameters([(6, 4)], device=device)
     rates = iter([0.5, 0.25])
     optimizer = opt.Muon([("w", param)], lr=1.0, weight_decay=0.0, adjust_lr_fn="none")
@@ -377,11 +380,6 @@ def test_qk_clip_takes_numbers_or_refuses_them(opt, device, key, value) -> None:
     assert_same_bits(*results)
 
 
-def bits_of(agreement, *values: float) -> int:
-    tensors = [torch.tensor(value) for value in values]
-    return agreement.on_device(tensors, torch.device("cpu")).item()
-
-
 @pytest.mark.gpu
 def test_a_question_waits_for_nothing_on_the_device(opt, submodule, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
@@ -421,5 +419,6 @@ def test_a_question_waits_for_nothing_on_the_device(opt, submodule, device) -> N
     told = question.found[0].tolist()
     assert told[place] == agreement.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
     first = len(agreement.LAYOUT) + len(agreement.OPTIONS)
-    assert told[first : first + 2] == [bits_of(agreement, 0.1 / 3), 0]
+    bits = agreement.on_device([torch.tensor(0.1 / 3)], torch.device("cpu")).item()
+    assert told[first : first + 2] == [bits, 0]
     assert sum(int(mask).bit_count() for mask in told[-agreement.MASKS :]) == 200 - 200 // 3 - 1

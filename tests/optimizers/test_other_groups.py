@@ -39,15 +39,6 @@ def test_groups_without_a_mark_go_by_shape(opt, device, said) -> None:
     (message,) = said("go by shape")
     assert "(4, 3) to muon; (1, 4), (8, 4) to muon; (3,), (4,) to adamw" in message
     assert "get_default_muon_param_groups(model)" in message
-    twins = parameters([(4, 3), (3,), (8, 4), (4,), (1, 4)], device=device)
-    marked = [
-        {"params": twins[:1], "use_muon": True},
-        {"params": [twins[2], twins[4]], "use_muon": True, "weight_decay": 0.0},
-        {"params": [twins[1], twins[3]], "use_muon": False, "weight_decay": 0.0},
-    ]
-    train(optimizer, params, 2)
-    train(opt.Muon(marked), twins, 2)
-    assert_all_same_bits(params, twins)
 
 
 @pytest.mark.parametrize("form", ["pairs", "names", "param_names", "named_parameters"])
@@ -255,20 +246,11 @@ def test_what_others_pass_is_taken_without_a_word(opt, said, options) -> None:
     assert not said("")
 
 
-def test_the_factory_sees_the_model(opt) -> None:
-    """transformers calls `cls()(model, **kwargs)` where cls is no Optimizer."""
-    model = TinyTransformer()
-    optimizer = opt.MuonFactory()(model, lr=1e-3, adamw_lr=1e-4)
-    assert isinstance(optimizer, opt.Muon)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4, 1e-4]
-    by_muon = {p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
-    assert model.layers[0].qkv.weight in by_muon
-    assert not by_muon & {model.embed_tokens.weight, model.lm_head.weight}
-
-
 @pytest.mark.parametrize("name", ["MuonFactory", "Muon"])
 def test_trainer_makes_the_optimizer(opt, said, tmp_path, name) -> None:
-    """Given the class, it passes groups without names, of which one warning speaks."""
+    """It calls the factory, no Optimizer, with the model. Given the class, it passes groups without
+    names, of which one warning speaks.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = TinyTransformer()
@@ -277,6 +259,7 @@ def test_trainer_makes_the_optimizer(opt, said, tmp_path, name) -> None:
         model, arguments, optimizer_cls_and_kwargs=(getattr(opt, name), {"lr": 1e-3})
     )
     optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, opt.Muon)
     by_muon = {p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
     assert model.layers[0].qkv.weight in by_muon
     tables = {model.embed_tokens.weight, model.lm_head.weight}

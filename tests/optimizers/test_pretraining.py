@@ -60,12 +60,8 @@ def test_all_parameters_are_stepped(harness, training, name) -> None:
     assert [group["lr"] for group in optimizer.groups] == [0.25 * peak for peak in peaks]
 
 
-def test_nothing_is_waited_for_between_evaluations(training, monkeypatch) -> None:
-    events = []
-    step, evaluate = training.step, training.evaluate
-    monkeypatch.setattr(training, "wait", lambda: events.append("wait"))
-    monkeypatch.setattr(training, "step", lambda *a: events.append("step") or step(*a))
-    monkeypatch.setattr(training, "evaluate", lambda: events.append("evaluate") or evaluate())
+def test_nothing_is_waited_for_between_evaluations(training, begun) -> None:
+    events = begun(training, "wait", "step", "evaluate")
     training.run("adamw", 1e-3, 0)
     first = ["wait", "step", "step", "wait", "evaluate"]
     assert events == [*first, "wait", "step", "wait", "evaluate"]

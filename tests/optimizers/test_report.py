@@ -60,7 +60,7 @@ def test_steps_and_reports_never_wait_for_the_device(opt, device, name) -> None:
     Before the first step, after it, and after the groups changed.
     """
     params = parameters([(6, 4), (0, 5), (3, 8), (5,), (6, 4), (4,)], device=device)
-    optimizer = both(opt, params)[name]()
+    optimizer = both(opt, name, params)
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.02, device=device)
     with NoHostReads():

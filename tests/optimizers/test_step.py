@@ -55,7 +55,7 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
     """No decay, no momentum, no step count; and the others move as if alone."""
     params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
     twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
-    optimizer, full = both(opt, params)[name](), both(opt, twins)[name]()
+    optimizer, full = both(opt, name, params), both(opt, name, twins)
     params[0].grad = params[3].grad = None
     before = values(params)
     optimizer.fit_state()
@@ -74,7 +74,7 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
 @CLASSES
 def test_closure(opt, device, name) -> None:
     params = parameters([(6, 4), (6, 4)], device=device)
-    optimizer = both(opt, params, none_grad=False)[name]()
+    optimizer = both(opt, name, params, none_grad=False)
     optimizer.zero_grad()
     calls = []
 
@@ -99,7 +99,7 @@ def test_a_zero_gradient_only_decays(opt, device, name) -> None:
     for param in params:
         param.grad.zero_()
     before = values(params)
-    optimizer = both(opt, params, weight_decay=0.5)[name]()
+    optimizer = both(opt, name, params, weight_decay=0.5)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     optimizer.step()
@@ -113,7 +113,7 @@ def test_a_zero_gradient_only_decays(opt, device, name) -> None:
 def test_a_sparse_gradient_changes_nothing(opt, device, name, culprit) -> None:
     """All gradients are checked before the first parameter or buffer is written."""
     params = parameters([(6, 4), (6, 4), (5, 5), (5,)], device=device)
-    optimizer = both(opt, params)[name]()
+    optimizer = both(opt, name, params)
     params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
     message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
     with nothing_written(optimizer), pytest.raises(ValueError, match=message):
@@ -194,7 +194,7 @@ FOLLOWED += [(torch.bfloat16, torch.float16, {"rounding": "residual"})]
 
 @pytest.mark.parametrize(("before", "after", "options"), FOLLOWED, ids=str)
 def test_state_follows_to_another_dtype(opt, device, before, after, options) -> None:
-    """model.double() casts what is not a count, as if state were saved, cast, and loaded."""
+    """model.double() casts what is not a count, as loading does, from another device too."""
     model = model_of(before, device)
     optimizer = optimizer_of(opt, model, **options)
     train(optimizer, [*model.parameters()], 3)
@@ -202,15 +202,18 @@ def test_state_follows_to_another_dtype(opt, device, before, after, options) -> 
     model.to(after)
     twin = copy.deepcopy(model)
     other = optimizer_of(opt, twin, **options)
-    wide = torch.promote_types(after, torch.float32)
     for state in saved["state"].values():
         for key, value in state.items():
             if key == "rounding_residual":
                 assert value.any() or value.ndim == 1
-                state[key] = torch.zeros_like(value)
-            elif key != "step":
-                state[key] = value.to(wide)
+                value = torch.zeros_like(value)
+            state[key] = value.cpu()
     other.load_state_dict(saved)
+    wide = torch.promote_types(after, torch.float32)
+    for number, param in enumerate(p for group in other.param_groups for p in group["params"]):
+        for key, value in saved["state"][number].items():
+            as_saved = key in ("step", "rounding_residual")
+            assert_same_bits(other.state[param][key].cpu(), value if as_saved else value.to(wide))
     train(optimizer, [*model.parameters()], 2, seed=50)
     train(other, [*twin.parameters()], 2, seed=50)
     assert_all_same_bits(model.parameters(), twin.parameters())

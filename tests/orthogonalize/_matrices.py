@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
+ALL_METHODS = (*METHODS, "gram_polynomial")
+
 SPECTRA = {
     "linear": lambda k, m: 0.002 + 0.998 * (m - k) / (m - 1),
-    "log2": lambda k, m: 10 ** (-2 * (k - 1) / (m - 1)),
-    "log3": lambda k, m: 10 ** (-3 * (k - 1) / (m - 1)),
-    "log5": lambda k, m: 10 ** (-5 * (k - 1) / (m - 1)),
-    "log7": lambda k, m: 10 ** (-7 * (k - 1) / (m - 1)),
-    "log9": lambda k, m: 10 ** (-9 * (k - 1) / (m - 1)),
+    **{f"log{d}": lambda k, m, d=d: 10 ** (-d * (k - 1) / (m - 1)) for d in (2, 3, 5, 7, 9)},
     "power_half": lambda k, m: k**-0.5,
     "power_one": lambda k, m: 1 / k,
     "half_zero": lambda k, m: (1 - k / m) * (2 * k <= m),
@@ -52,27 +51,18 @@ def schedule(opt, method: str, steps: int = 5) -> tuple:
     return opt.polar_express_coefficients(steps), 1.02
 
 
-def exact(
-    opt, module, x: torch.Tensor, method: str, steps: int = 5, *, dtype=None, iterate_dtype=None
-) -> torch.Tensor:
+def exact(opt, module, x: torch.Tensor, method: str) -> torch.Tensor:
     """x (..., m, n) in float64 after the iteration that `method` is for its shape and dtype."""
     m, n = x.shape[-2:]
-    picked = module("orthogonalize.choose").choose(
-        m,
-        n,
-        dtype=dtype or x.dtype,
-        device=x.device,
-        steps=steps,
-        method=method,
-        iterate_dtype=iterate_dtype,
-    )
+    choose = module("orthogonalize.choose").choose
+    picked = choose(m, n, dtype=x.dtype, device=x.device, method=method)
     slow = module("reference.orthogonalize")
     wide = (x if m <= n else x.mT).double().cpu()
     if picked.method == "gram_polynomial":
         table = module("orthogonalize.polynomials")
         found = slow.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
     else:
-        found = slow.newton_schulz(wide, *schedule(opt, picked.method, steps))
+        found = slow.newton_schulz(wide, *schedule(opt, picked.method))
     return found if m <= n else found.mT
 
 

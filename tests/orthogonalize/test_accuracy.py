@@ -7,7 +7,7 @@ import torch
 
 from .._compare import assert_error_at_most, relative_error
 from ..conftest import module_fixture
-from ._matrices import known_matrix, matrix, schedule
+from ._matrices import known_matrix, matrix
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -122,20 +122,6 @@ def test_bfloat16_gram_is_the_direct_iteration(opt, device) -> None:
     assert torch.equal(direct, gram)
 
 
-@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
-@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
-def test_float64_iterates_are_exact(opt, reference, device, method, shape) -> None:
-    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    rows, prefactor = schedule(opt, method)
-    exact = reference.newton_schulz(x, rows, prefactor)
-    result = opt.orthogonalize(x.to(device), method)
-    assert result.dtype == DOUBLE
-    assert_error_at_most(result.cpu(), exact, 1e-11)
-    wide = x if shape[-2] <= shape[-1] else x.mT
-    gram = reference.gram_newton_schulz(wide, rows, prefactor, (2,))
-    assert_error_at_most(gram if wide is x else gram.mT, exact, 1e-11)
-
-
 SPECTRA = [
     *("linear", "log_1e-2", "log_1e-3", "log_1e-5", "log_1e-7", "power_half", "power_one"),
     *("half_zero", "rank_10", "two_and_1e-3", "two_and_1e-5", "two_and_1e-7", "gamma"),
@@ -194,7 +180,6 @@ def test_the_rule_can_be_broken(opt, device, matrices, zoo) -> None:
 
 
 table = module_fixture("orthogonalize.polynomials")
-method = module_fixture("orthogonalize.gram_polynomial")
 
 
 def on_values(table, sigma: torch.Tensor, lift: float = 1.0) -> torch.Tensor:
@@ -243,17 +228,6 @@ def test_band(table, lower, lift, low, high) -> None:
     assert low <= values.min().item() and values.max().item() <= high
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33), (1, 1), (1, 5)])
-@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE, HALF], ids=str)
-def test_same_polynomials_as_the_reference(opt, reference, device, table, shape, dtype) -> None:
-    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    wide = x if shape[-2] <= shape[-1] else x.mT
-    exact = reference.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
-    result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
-    budget = {DOUBLE: 1e-10, SINGLE: 1e-4, HALF: 0.06}[dtype]
-    assert_error_at_most(result, exact if wide is x else exact.mT, budget)
-
-
 @pytest.mark.parametrize("spectrum", ["log2", "power_half", "power_one"])
 def test_values_land_where_the_polynomials_put_them(opt, device, table, spectrum) -> None:
     """The bound is the Schatten-4 norm, with a margin of 1.01."""
@@ -265,7 +239,7 @@ def test_values_land_where_the_polynomials_put_them(opt, device, table, spectrum
     torch.testing.assert_close(values, wanted.sort(descending=True).values, atol=1e-9, rtol=0)
 
 
-def hostile(kind: str, m: int, n: int, generator: torch.Generator) -> torch.Tensor:
+def hostile(m: int, n: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Matrices that round alike everywhere, or whose largest value sits at the end of the range."""
     normal = torch.randn(m, n, generator=generator)
     column, row = torch.randn(m, 1, generator=generator), torch.randn(1, n, generator=generator)
@@ -280,33 +254,26 @@ def hostile(kind: str, m: int, n: int, generator: torch.Generator) -> torch.Tens
         "sparse": normal * (torch.rand(m, n, generator=generator) < 0.1),
         "diagonal": torch.eye(m, n) * 10 ** (-5 * torch.rand(m, 1, generator=generator)),
         "hilbert": 1 / (k[:m, None] + k[None, :n] + 1),
-    }[kind]
+    }
 
 
-KINDS = (
-    *("rank_1", "near_rank_1", "near_ones", "integers"),
-    *("rows_of_any_size", "sparse", "diagonal", "hilbert"),
-)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_no_value_leaves_the_band(opt, device, kind: str, dtype) -> None:
+def test_no_value_leaves_the_band(opt, device, dtype) -> None:
     """A bound that is too small by 2 % sends the largest value to infinity."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(m, aspect * m) for m in (1, 2, 3, 5, 8, 13, 21, 34) for aspect in (1, 2, 3)]
     for m, n in [*shapes, (128, 160)]:
-        x = hostile(kind, m, n, generator)
-        result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
-        largest = torch.linalg.matrix_norm(result.double(), 2).item()
-        assert largest < (1.16 if dtype == HALF else 1.105), (m, n)
+        for kind, x in hostile(m, n, generator).items():
+            result = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=dtype).cpu()
+            largest = torch.linalg.matrix_norm(result.double(), 2).item()
+            assert largest < (1.16 if dtype == HALF else 1.105), (kind, m, n)
 
 
-def test_bfloat16_and_other_step_counts_are_refused(opt, method, device) -> None:
+def test_bfloat16_and_other_step_counts_are_refused(opt, device) -> None:
     x = torch.randn(4, 6, device=device)
     with pytest.raises(ValueError, match="bfloat16"):
         opt.orthogonalize(x, "gram_polynomial", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="steps=4: gram_polynomial is made for 5"):
         opt.orthogonalize(x, "gram_polynomial", 4)
     with pytest.raises(TypeError, match="list"):
-        method.gram_polynomial([[1.0]])
+        opt.orthogonalize([[1.0]], "gram_polynomial")

@@ -5,18 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.harness import timer
+from benchmarks.harness import orthogonalize as entry
+from benchmarks.harness import paths, timer
 from benchmarks.harness.built_package import module as module_of
 
 from .._compare import relative_error
 from ._matrices import known_matrix, matrix
-
-
-@pytest.fixture(scope="module")
-def entry():
-    from benchmarks.harness import orthogonalize
-
-    return orthogonalize
 
 
 @pytest.fixture
@@ -24,7 +18,7 @@ def built(opt) -> SimpleNamespace:
     return SimpleNamespace(package=opt, commit="0" * 40, clean=True)
 
 
-def test_the_baseline_is_five_steps_in_bfloat16(opt, entry, reference) -> None:
+def test_the_baseline_is_five_steps_in_bfloat16(opt, reference) -> None:
     """Within the error of bfloat16, norm included; a step less is six times as far."""
     rows = opt.polar_express_coefficients()
     for row, derived in zip(entry.COEFFICIENTS, rows, strict=True):
@@ -37,7 +31,7 @@ def test_the_baseline_is_five_steps_in_bfloat16(opt, entry, reference) -> None:
         assert relative_error(wide, reference.newton_schulz(x, rows, 1.02)) < 0.08
 
 
-def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
+def test_distances_to_the_polar_factor(opt, reference) -> None:
     """Of 1.1 U V^T 0.1; a tail down to 1e-7 of the norm is followed to its end."""
     known = [known_matrix(name, 48, 80) for name in ("log2", "log7")]
     x, polar = (torch.stack([getattr(k, part) for k in known]) for part in ("x", "polar"))
@@ -53,7 +47,7 @@ def test_distances_to_the_polar_factor(opt, entry, reference) -> None:
         entry.Exact(opt, torch.zeros(1, 4, 4))
 
 
-def gated(entry, built, monkeypatch, ours=None, repeats=True):
+def gated(built, monkeypatch, ours=None, repeats=True):
     """The row of a small case whose timing is given; `ours` replaces what a user calls."""
     times = timer.Times
     taken = {"ours": times(2.0, 3.0, 0.5), "baseline": times(4.0, 9.0, 1.5)}
@@ -71,26 +65,19 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
 
 
 @pytest.mark.parametrize("fault", [None, "scaled", "nan", "four steps", "replay"])
-def test_right_results_alone_are_timed(opt, entry, built, monkeypatch, fault) -> None:
+def test_right_results_alone_are_timed(opt, built, monkeypatch, fault) -> None:
     ours = {
         "scaled": lambda case, k: opt.orthogonalize(case.inputs[k]) * 1.2,
         "nan": lambda case, k: opt.orthogonalize(case.inputs[k]) * float("nan"),
         "four steps": lambda case, k: opt.polar_express(case.inputs[k], 4),
     }.get(fault)
-    row, line = gated(entry, built, monkeypatch, ours, repeats=fault != "replay")
+    row, line = gated(built, monkeypatch, ours, repeats=fault != "replay")
     assert row.ok == (fault is None) and ("not timed" in line) == (fault is not None)
     timed = (row.ms, row.wall_ms, row.speedup) == (2.0, 3.0, 3.0)
     assert timed and "1x48x64/heavy" in line if fault is None else row.ms is None
 
 
-@pytest.fixture
-def paths():
-    from benchmarks.harness import paths
-
-    return paths
-
-
-def test_forced_paths_replace_functions_and_put_them_back(opt, paths) -> None:
+def test_forced_paths_replace_functions_and_put_them_back(opt) -> None:
     """Every name is still the package's: a function that moves must be moved here, too."""
     products = module_of(opt, "orthogonalize.products")
     others = [module_of(opt, f"orthogonalize.{name}") for name in ("slices", "gram_polynomial")]
@@ -109,7 +96,7 @@ def test_forced_paths_replace_functions_and_put_them_back(opt, paths) -> None:
 
 
 @pytest.mark.parametrize("path", ["mma.sync", "torch"])
-def test_every_path_passes_the_gate(opt, entry, paths, path) -> None:
+def test_every_path_passes_the_gate(opt, path) -> None:
     x = entry.made(entry.Problem(2, 48, 128, "heavy"), torch.Generator().manual_seed(0), "cpu")
     with paths.forced(opt, path):
         for g in (x, x.mT.contiguous()):

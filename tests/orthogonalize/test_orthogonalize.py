@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._checkout import ROOT
 from .._compare import assert_error_at_most, assert_same_bits
 from ..conftest import module_fixture
-from ._matrices import exact, schedule
+from ._matrices import ALL_METHODS, METHODS, exact, schedule
 
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
-TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-11}
 
-
-ALL_METHODS = (*METHODS, "gram_polynomial")
+# Vectors among them, of which the polar factor is that of their norm.
+SMALL = [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)]
+SMALL += [(1, 1), (3, 1, 5), (3, 5, 1)]
 
 
 def dtypes_of(method: str) -> tuple[torch.dtype, ...]:
@@ -35,25 +35,19 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@pytest.fixture
-def default_dtype(submodule, device):
-    """Iterate dtype of an input dtype on the device under test."""
-    return lambda dtype: submodule("orthogonalize.arguments").default_dtype(dtype, device)
-
-
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", ["auto", *METHODS])
-@pytest.mark.parametrize(
-    "shape", [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)], ids=str
-)
-def test_shapes_and_dtypes(opt, submodule, device, default_dtype, method, shape) -> None:
-    for dtype in DTYPES:
+@pytest.mark.parametrize("method", ["auto", *ALL_METHODS])
+@pytest.mark.parametrize("shape", [*SMALL, (40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
+def test_shapes_and_dtypes(opt, submodule, device, method, shape) -> None:
+    default_dtype = submodule("orthogonalize.arguments").default_dtype
+    # A vector's one value lies where the polynomials are steep: 16 bits would err by 4 %.
+    for dtype in DTYPES if min(shape[-2:]) > 1 else [torch.float64]:
         x = gaussian(*shape, dtype=dtype).to(device)
         version, before = x._version, x.clone()
         result = opt.orthogonalize(x, method)
         assert_same_bits(x, before)
         assert x._version == version
-        assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype))
+        assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype, device))
         assert result.device == x.device and result.is_contiguous()
         expected = exact(opt, submodule, x, method)
         assert_error_at_most(result.cpu(), expected, TOLERANCE[result.dtype])
@@ -78,18 +72,6 @@ def test_empty_tensors(opt, device, shape) -> None:
         assert result.shape == shape
         out = torch.empty(shape, device=device)
         assert opt.orthogonalize(x, method, out=out) is out
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 7), (7, 1), (4, 1, 1), (3, 1, 5), (3, 5, 1)], ids=str
-)
-def test_vectors_become_unit_vectors(opt, device, shape) -> None:
-    """With one singular value the polar factor is x / ||x||, scaled by the schedule at 1 / 1.02."""
-    x = gaussian(*shape, dtype=torch.float64).to(device)
-    unit = x / torch.linalg.matrix_norm(x, keepdim=True)
-    for method in ("polar_express", "gram_newton_schulz"):
-        result = opt.orthogonalize(x, method, steps=10)
-        assert_error_at_most(result, unit, 1e-12)
 
 
 @pytest.mark.sees_defect("eps is fixed against the scale of the gradient")
@@ -269,8 +251,7 @@ def test_bad_out_raises_before_anything_is_written(opt, device, make_out, error,
             opt.orthogonalize(x, method, out=out)
     assert_same_bits(x, before)
     if isinstance(out, torch.Tensor) and out.device.type != "meta":
-        assert torch.equal(out.isnan(), kept.isnan())
-        assert torch.equal(out.nan_to_num(), kept.nan_to_num())
+        assert_same_bits(out, kept)
 
 
 GOOD = torch.ones(4, 6)

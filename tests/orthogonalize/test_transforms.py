@@ -7,10 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .._compare import assert_same_bits, capture, no_waits, relative_error
-from ._matrices import matrix
-
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
-ALL_METHODS = (*METHODS, "gram_polynomial")
+from ._matrices import ALL_METHODS, METHODS, matrix
 
 
 @pytest.fixture
@@ -20,20 +17,9 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def compiled(opt, fresh_compiler):
-    return torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
-
-
-def test_steps_may_change(opt, compiled, device) -> None:
-    """From the second value on the compiler makes a number symbolic, unless it is told not to."""
-    x = torch.randn(5, 9, device=device)
-    for steps in (5, 3, 6, 5):
-        assert_same_bits(compiled(x, steps=steps), opt.orthogonalize(x, steps=steps))
-
-
-def test_many_shapes_need_few_graphs(opt, compiled, device) -> None:
+def test_many_shapes_need_few_graphs(opt, device, fresh_compiler) -> None:
     """More shapes than the compiler's limit of 8 graphs: sizes become symbolic, methods do not."""
+    compiled = torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
     for m in range(4, 9):
         for n in (m, m + 1, 2 * m, 40):
             for shape in ((m, n), (n, m)):
@@ -184,12 +170,14 @@ def test_gradients_pass_it_by(opt, device) -> None:
 
 @pytest.mark.parametrize("name", ["orthogonalize", *METHODS])
 def test_compiled_for_any_size_and_options(opt, device, fresh_compiler, name) -> None:
-    """dynamic=True makes sizes symbolic at once, and floating-point arguments with them."""
+    """dynamic=True makes sizes and numbers symbolic at once, unless it is told not to."""
     method = getattr(opt, name)
     compiled = torch.compile(method, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((5, 9), (3, 7, 11), (8, 4)):
         x = torch.randn(shape, device=device)
         assert_same_bits(compiled(x), method(x))
+    for steps in (3, 6):
+        assert_same_bits(compiled(x, steps=steps), method(x, steps=steps))
     if name == "polar_express":
         for lower in (0.01, 0.02, 0.5):
             options = {"lower": lower, "safety": lower / 2, "cushion": 0.1}
