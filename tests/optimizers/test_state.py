@@ -159,6 +159,22 @@ def test_a_rate_that_a_scheduler_made_with_numpy_is_saved_as_a_number(opt, devic
     assert loaded[0]["lr"] == rate
 
 
+def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
+    """The rule: the optimizer that loads keeps its own function, and must have one."""
+
+    def rule(lr, rows, columns):
+        return lr * rows
+
+    params = parameters(SHAPES, device=device)
+    saved = through_memory(muon(opt, params, adjust_lr_fn=rule).state_dict())
+    other = muon(opt, params, adjust_lr_fn=rule)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["adjust_lr_fn"] is rule
+    train(other, params, 1)
+    with pytest.raises(ValueError, match="group 0: adjust_lr_fn was a function"):
+        muon(opt, params).load_state_dict(saved)
+
+
 def of_group(number: int, **changes):
     return lambda s: s["param_groups"][number].update(changes)
 
