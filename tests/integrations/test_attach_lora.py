@@ -38,6 +38,7 @@ from ._models import (
     step,
     trained,
 )
+from ._moe_table import tiny
 from ._trainers import losses, plain_trainer, settings
 from .test_peft import train
 from .test_peft_adapter import UNTRAINABLE, edit
@@ -574,8 +575,22 @@ def test_4_bit_stacks_are_no_modules_of_peft(
     loaded = peft.PeftModel.from_pretrained(rounded(opt, other, "nf4"), tmp_path)
     assert_error_at_most(logits(loaded), expected, FP32)
     opt.integrations.quantize_experts(again)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(again), tmp_path)
+    opt.integrations.use_in_transformers(loaded)
+    assert_same_bits(logits(loaded), expected)
     opt.integrations.load_peft_adapter(again, tmp_path)
     assert_same_bits(logits(again), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["UnlimitedOcrForConditionalGeneration", "MistralLarge4ForConditionalGeneration"]
+)
+def test_keys_that_peft_renames_for_some_classes_are_loaded(opt, name: str, tmp_path) -> None:
+    """Of these PEFT renames the keys of today as if they were those of published checkpoints."""
+    model = attached(opt, tiny(name), target_modules=["o_proj"])
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    loaded = opt.integrations.load_peft_adapter(tiny(name), tmp_path)
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
 def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, fresh, tmp_path) -> None:

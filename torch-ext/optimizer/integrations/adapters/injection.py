@@ -118,6 +118,7 @@ def attach(
         wrapped = _inject(model, config, adapter, dtype)
         if quantize is not None:
             quantize_experts(model, quantize)
+            _exclude_stacks(model, configurations(wrapped)[adapter])  # for who loads the file
         use_in_transformers(wrapped)
     return wrapped
 
@@ -426,7 +427,7 @@ def load(
 
     A ValueError says that it does not fit the model; nothing has changed then.
     """
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    from peft import LoraConfig
 
     fields = {field.name for field in dataclasses.fields(LoraConfig)} & HONOURED
     fields -= {"peft_version", "peft_type", "auto_mapping", "runtime_config", "init_lora_weights"}
@@ -447,9 +448,9 @@ def load(
                 f"{file} does not fit the model: {wrong[0]} is {there} there, {here} here "
                 f"({len(wrong)} such tensors)"
             )
-        if not isinstance(wrapped, PeftModel):
-            tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
-        set_peft_model_state_dict(wrapped, tensors, adapter_name=adapter)
+        with torch.no_grad():
+            for key, place in expected.items():  # PEFT would rename the keys of some classes
+                place.copy_(tensors[key])
         use_in_transformers(wrapped)
     for parameter in wrapped.parameters():
         parameter.requires_grad_(flags.get(id(parameter), False))
