@@ -160,6 +160,23 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def _check_loaded(model: nn.Module) -> None:
+    """Raise ValueError if a stack or an adapter of the description was not in the files.
+
+    Nothing fills an adapter that was missed: it has whatever lay in its memory.
+    """
+    packed = tuple(
+        f"{n}." for n, e, t in stacks(model) if isinstance(e._modules.get(t), QuantizedExperts)
+    )
+    for name, tensor in model.named_parameters():
+        ours = name.startswith(packed) or ATTACHED in name.split(".")
+        if ours and not getattr(tensor, "_is_hf_initialized", False):
+            raise ValueError(
+                f"the checkpoint lacks {name}, which its config.json describes; if it was saved "
+                "from a model without it, take quantization_config out of config.json"
+            )
+
+
 def check_one_device(device_map: Mapping[str, Any]) -> None:
     """Raise ValueError unless a device_map names a single device."""
     devices = set(map(str, device_map.values()))
@@ -243,11 +260,9 @@ def register() -> tuple[type, type]:
             from .transformers import use_in_transformers
 
             packed = list(stacks(model)) if self.quantization_config.experts else []
-            for name, experts, target in packed:
-                for part, tensor in experts._modules[target].named_parameters():
-                    if not getattr(tensor, "_is_hf_initialized", False):
-                        raise ValueError(f"the checkpoint lacks {name}.{part}")
-                    tensor.requires_grad_(False)
+            _check_loaded(model)
+            for _, experts, target in packed:
+                experts._modules[target].requires_grad_(False)
             if packed:
                 model.is_quantized = False  # it would keep half() and PEFT's input gradients away
             else:
