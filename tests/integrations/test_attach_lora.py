@@ -593,6 +593,30 @@ def test_keys_that_peft_renames_for_some_classes_are_loaded(opt, name: str, tmp_
     assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("how", ["compiled", "in parallel", "layers compiled"])
+def test_wrappers_around_a_peft_model_stay_out_of_the_file(opt, fresh, how: str, tmp_path) -> None:
+    model = attached(opt, fresh(), **ALL)
+    opt.integrations.save_peft_adapter(model, tmp_path / "plain")
+    layers = model.get_base_model().model.layers
+    if how == "layers compiled":
+        layers[0] = torch.compile(layers[0], backend="eager")
+        wrapped = model
+    elif how == "compiled":
+        wrapped = torch.compile(model, backend="eager")
+    else:
+        wrapped = nn.DataParallel(model)
+    opt.integrations.save_peft_adapter(wrapped, tmp_path / "wrapped")
+    files = [load_file(tmp_path / f / "adapter_model.safetensors") for f in ("plain", "wrapped")]
+    assert_same_tensors(*files)
+    expected = logits(model)
+    opt.integrations.load_peft_adapter(wrapped, tmp_path / "wrapped", adapter_name="second")
+    assert_same_bits(logits(model), expected)
+    assert opt.integrations.attach_lora(wrapped, adapter_name="third", **ALL) is wrapped
+    opt.integrations.set_lora(wrapped, "third")
+    expected = logits(model)
+    assert_same_bits(logits(opt.integrations.detach_lora(wrapped)), expected)
+
+
 def test_a_file_with_patterns_that_are_not_read_has_a_way(opt, fresh, tmp_path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     config.rank_pattern = {"(q_proj|v_proj)": 3}
