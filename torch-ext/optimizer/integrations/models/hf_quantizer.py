@@ -80,7 +80,7 @@ def _is_packed(model: nn.Module) -> bool:
 
 def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
     """Attach the adapters that `_adapters` found, for their tensors to be loaded."""
-    from ..adapters.lora import AdapterOptions, add_adapter, check_addable, set_lora
+    from ..adapters.lora import AdapterOptions, add_adapter, check_addable
 
     known = dict(experts_modules(model)).__contains__
     options = {spelling(model, n, known): targets for n, targets in described["options"].items()}
@@ -94,6 +94,14 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
         }
         check_addable(model, adapter)
         add_adapter(model, adapter, wanted)
+    _activate(model, described)
+
+
+def _activate(model: nn.Module, described: dict[str, Any]) -> None:
+    """Train the adapter that was active, and nothing else; nothing at all if none was."""
+    from ..adapters.lora import set_lora
+
+    model.requires_grad_(False)
     set_lora(model, described["active"], trainable=True)
 
 
@@ -268,9 +276,7 @@ def register() -> tuple[type, type]:
             else:
                 self.remove_quantization_config(model)  # and `mark` describes the adapters again
             if self.quantization_config.lora is not None:
-                from ..adapters.lora import set_lora
-
-                set_lora(model, self.quantization_config.lora["active"], trainable=True)
+                _activate(model, self.quantization_config.lora)
             use_in_transformers(model)
 
     for made in (ExpertsQuantizer, ExpertsConfig):
