@@ -383,8 +383,7 @@ REFUSED = [
     ({"adapter_name": "a.b"}, "'a.b' must be a string without dots"),
     ({"adapter_name": "keys"}, "adapter_name='keys'"),
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
-    ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
-    ({"target_modules": ["input_layernorm"]}, "is not supported"),
+    ({"target_modules": ["q_proj", "input_layernorm"]}, r"RMSNorm\(.* is not supported"),
     ({"target_modules": ["q_proj", "q_prj"]}, r"target_modules: \['q_prj'\] are names"),
     (
         {"target_modules": ["q_proj", "down_proj"]},
@@ -396,6 +395,8 @@ REFUSED = [
     ({"lora_dropout": 0.05}, r"'lora_dropout'; experts have no dropout"),
     ({"task_type": "CAUSAL_LM"}, r"'task_type'; if LoraConfig has it, pass peft_config=peft.Lora"),
     ({"modules_to_save": ["lm_haed"]}, r"modules_to_save: \['lm_haed'\] are names of no"),
+    ({"modules_to_save": ["experts"]}, "modules_to_save: 'experts' has experts in it"),
+    ({"modules_to_save": ["lm_head", "mlp"]}, "modules_to_save: 'mlp' has experts in it"),
     ({"target_modules": "((("}, r"target_modules='\(\(\(' is no pattern"),
     ({"target_modules": ["q_proj"], "target_parameters": ["experts.nowhere"]}, "experts.nowhere"),
     ({"target_modules": ["q_proj"], "target_parameters": []}, "target_parameters is empty"),

@@ -124,7 +124,10 @@ def attach(
 
 
 def _check_modules(model: nn.Module, config: Any) -> None:
-    """Raise ValueError for a name that no module has, which PEFT passes over beside others."""
+    """Raise ValueError for a name that no module has, which PEFT passes over beside others.
+
+    Whole modules with experts in them, too, which would have LoRA and train themselves.
+    """
     names = [plain(name) for name, _ in _unwrapped(model).named_modules()]
     for key in ("target_modules", "modules_to_save"):
         wanted = getattr(config, key) or ()
@@ -139,6 +142,13 @@ def _check_modules(model: nn.Module, config: Any) -> None:
             raise ValueError(
                 f"{key}: {missed} are names of no modules; a model's experts are stacks that have "
                 "LoRA without being named here, so name the other modules alone"
+            )
+    stacked = [f"{plain(name)}." for name, _ in experts_modules(model)]
+    for one in sorted(config.modules_to_save or ()):
+        if any(s.startswith(f"{name}.") for s in stacked for name in names if ends(name, one)):
+            raise ValueError(
+                f"modules_to_save: {one!r} has experts in it, which have LoRA and are not trained "
+                "whole; name the router, 'lm_head' and other modules beside them"
             )
 
 
