@@ -10,7 +10,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5MoeForConditionalGeneration
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3MoeConfig,
+)
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -150,6 +155,7 @@ def test_dtypes_as_from_pretrained_takes_them(opt, tmp_path, monkeypatch, dtype)
         ({"attn_implementation": "sdpa"}, TypeError, r"model.set_attn_implementation\(...\)"),
         ({"token": "x"}, TypeError, "'token'; log in with .*HF_TOKEN"),
         ({"model_class": "AutoModel"}, TypeError, "model_class must be a class .* got 'AutoModel'"),
+        ({"model_class": Qwen3MoeConfig}, TypeError, "model_class must be a class .*Config"),
         ({"device_map": "gpu"}, ValueError, "device_map='gpu' names no device"),
     ],
 )

@@ -175,6 +175,30 @@ def test_lora_over_16_bits_comes_back_from_the_files(opt, device, fresh, name, t
     assert "quant" not in (tmp_path / "base" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_nothing_trains_where_no_adapter_was_active(opt, fresh, quantize, tmp_path) -> None:
+    model = attached(opt, fresh(), quantize=quantize)
+    opt.integrations.set_lora(model, None)
+    model.save_pretrained(tmp_path)
+    loaded = [type(model).from_pretrained(tmp_path)]
+    if quantize:
+        loaded.append(opt.integrations.load_quantized(tmp_path, **OPTIONS))
+    for again in loaded:
+        assert trained(again) == set()
+        opt.integrations.set_lora(again, "default", trainable=True)
+        assert trained(again) == trained(model)
+
+
+def test_adapters_that_the_files_lack_are_refused(opt, fresh, tmp_path) -> None:
+    """Two models of one configuration: what is said of the first one is written with the second."""
+    model = fresh()
+    other = type(model)(model.config)
+    opt.integrations.attach_lora(model)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0.*lora_A.*quantization_config"):
+        type(model).from_pretrained(tmp_path)
+
+
 def test_lora_beside_another_quantizer_is_not_lost(opt, fresh, tmp_path) -> None:
     """Its files have no place for our factors; without them it saves as before."""
     model = fresh()

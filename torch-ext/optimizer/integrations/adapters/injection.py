@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...moe.lora import check_factor_dtype
 from ...moe.quantized.expert_weights import check_module
-from ...optimizers.groups.parameters import is_dtensor
+from ...optimizers.groups.parameters import WRAPPERS, components, is_dtensor
 from ..models.experts import ATTACHED, experts_modules, is_experts, stacks
 from ..models.quantize_in_memory import quantize_experts
 from ..models.transformers import use_in_transformers
@@ -118,13 +118,17 @@ def attach(
         wrapped = _inject(model, config, adapter, dtype)
         if quantize is not None:
             quantize_experts(model, quantize)
+            _exclude_stacks(model, configurations(wrapped)[adapter])  # for who loads the file
         use_in_transformers(wrapped)
     return wrapped
 
 
 def _check_modules(model: nn.Module, config: Any) -> None:
-    """Raise ValueError for a name that no module has, which PEFT passes over beside others."""
-    names = [plain(name) for name, _ in model.named_modules()]
+    """Raise ValueError for a name that no module has, which PEFT passes over beside others.
+
+    Whole modules with experts in them, too, which would have LoRA and train themselves.
+    """
+    names = [plain(name) for name, _ in _unwrapped(model).named_modules()]
     for key in ("target_modules", "modules_to_save"):
         wanted = getattr(config, key) or ()
         if isinstance(wanted, str):
@@ -138,6 +142,13 @@ def _check_modules(model: nn.Module, config: Any) -> None:
             raise ValueError(
                 f"{key}: {missed} are names of no modules; a model's experts are stacks that have "
                 "LoRA without being named here, so name the other modules alone"
+            )
+    stacked = [f"{plain(name)}." for name, _ in experts_modules(model)]
+    for one in sorted(config.modules_to_save or ()):
+        if any(s.startswith(f"{name}.") for s in stacked for name in names if ends(name, one)):
+            raise ValueError(
+                f"modules_to_save: {one!r} has experts in it, which have LoRA and are not trained "
+                "whole; name the router, 'lm_head' and other modules beside them"
             )
 
 
@@ -196,18 +207,18 @@ def _inject(model: nn.Module, config: Any, adapter: str, dtype: torch.dtype) -> 
     for _, experts in experts_modules(model):
         experts.named_parameters = peft.ParameterListing(experts)  # with stacks that are in 4 bits
     before = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    configs, active = configurations(model), active_adapter(model)
+    configs, active, whole = configurations(model), active_adapter(model), _unwrapped(model)
     with warnings.catch_warnings():
         # Of a second adapter, which is what was asked for, and of patterns that PEFT itself adds.
         for message in ("Already found a `peft_config`", "The following .*_pattern keys did not"):
             warnings.filterwarnings("ignore", message=message)
         if not configs:
             model = get_peft_model(model, config, adapter_name=adapter)
-        elif adapter not in configs and isinstance(model, PeftModel):
-            model.add_adapter(adapter, config)
+        elif adapter not in configs and isinstance(whole, PeftModel):
+            whole.add_adapter(adapter, config)
         else:
             entry = _joined(configs[adapter], config) if adapter in configs else config
-            inner = model.get_base_model() if isinstance(model, PeftModel) else model
+            inner = whole.get_base_model() if isinstance(whole, PeftModel) else whole
             inject_adapter_in_model(config, inner, adapter)
             configs[adapter] = entry
             if active is not None:
@@ -268,6 +279,13 @@ def _flags_kept(model: nn.Module) -> Iterator[None]:
         parameter.requires_grad_(flag)
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what torch.compile and data parallelism put around it."""
+    while len(model._modules) == 1 and model._modules.keys() <= {*WRAPPERS, "module"}:
+        (model,) = model._modules.values()
+    return model
+
+
 def configurations(model: nn.Module) -> dict[str, Any]:
     """PEFT's own dictionary of LoraConfigs by adapter; an empty one if there is none."""
     return next(peft.config_dicts(model), {})
@@ -304,11 +322,12 @@ def set_adapter(model: nn.Module, adapter: str) -> None:
     from peft import PeftModel
     from peft.functional import set_adapter as switch
 
+    whole = _unwrapped(model)
     with _flags_kept(model):
-        if isinstance(model, PeftModel):
-            model.set_adapter(adapter)
+        if isinstance(whole, PeftModel):
+            whole.set_adapter(adapter)
         else:
-            switch(model, adapter)
+            switch(whole, adapter)
 
 
 def enable(model: nn.Module, enabled: bool) -> None:
@@ -387,7 +406,8 @@ def unmerge(model: nn.Module) -> None:
 
 def detach(model: nn.Module) -> nn.Module:
     """Take PEFT's layers out again; what is merged stays, whole modules that were trained too."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    whole = _unwrapped(model)
+    inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
     merged = merged_layers(inner)
     done: list[str] = []
     for name, layer in layers(inner):
@@ -413,8 +433,11 @@ def contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[st
     from peft import get_peft_model_state_dict
 
     # By default PEFT asks the Hub for the base model, on every rank, to compare vocabularies.
-    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    tensors = {PREFIX + key.removeprefix(PREFIX): tensor for key, tensor in found.items()}
+    found = get_peft_model_state_dict(
+        _unwrapped(model), adapter_name=adapter, save_embedding_layers=False
+    )
+    names = {key: ".".join(components(key)) for key in found}  # of compiled layers, too
+    tensors = {PREFIX + names[key].removeprefix(PREFIX): found[key] for key in found}
     config = configurations(model)[adapter].to_dict() | {"inference_mode": True}
     return tensors, {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
 
@@ -426,7 +449,7 @@ def load(
 
     A ValueError says that it does not fit the model; nothing has changed then.
     """
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    from peft import LoraConfig
 
     fields = {field.name for field in dataclasses.fields(LoraConfig)} & HONOURED
     fields -= {"peft_version", "peft_type", "auto_mapping", "runtime_config", "init_lora_weights"}
@@ -447,9 +470,9 @@ def load(
                 f"{file} does not fit the model: {wrong[0]} is {there} there, {here} here "
                 f"({len(wrong)} such tensors)"
             )
-        if not isinstance(wrapped, PeftModel):
-            tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
-        set_peft_model_state_dict(wrapped, tensors, adapter_name=adapter)
+        with torch.no_grad():
+            for key, place in expected.items():  # PEFT would rename the keys of some classes
+                place.copy_(tensors[key])
         use_in_transformers(wrapped)
     for parameter in wrapped.parameters():
         parameter.requires_grad_(flags.get(id(parameter), False))

@@ -80,7 +80,7 @@ def _is_packed(model: nn.Module) -> bool:
 
 def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
     """Attach the adapters that `_adapters` found, for their tensors to be loaded."""
-    from ..adapters.lora import AdapterOptions, add_adapter, check_addable, set_lora
+    from ..adapters.lora import AdapterOptions, add_adapter, check_addable
 
     known = dict(experts_modules(model)).__contains__
     options = {spelling(model, n, known): targets for n, targets in described["options"].items()}
@@ -94,6 +94,14 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
         }
         check_addable(model, adapter)
         add_adapter(model, adapter, wanted)
+    _activate(model, described)
+
+
+def _activate(model: nn.Module, described: dict[str, Any]) -> None:
+    """Train the adapter that was active, and nothing else; nothing at all if none was."""
+    from ..adapters.lora import set_lora
+
+    model.requires_grad_(False)
     set_lora(model, described["active"], trainable=True)
 
 
@@ -157,6 +165,23 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} is not in 4 bits as QuantizedExperts; call quantize_experts, or put there "
                 f"QuantizedExperts.from_quantized(expert_weight(experts, {target!r}))"
+            )
+
+
+def _check_loaded(model: nn.Module) -> None:
+    """Raise ValueError if a stack or an adapter of the description was not in the files.
+
+    Nothing fills an adapter that was missed: it has whatever lay in its memory.
+    """
+    packed = tuple(
+        f"{n}." for n, e, t in stacks(model) if isinstance(e._modules.get(t), QuantizedExperts)
+    )
+    for name, tensor in model.named_parameters():
+        ours = name.startswith(packed) or ATTACHED in name.split(".")
+        if ours and not getattr(tensor, "_is_hf_initialized", False):
+            raise ValueError(
+                f"the checkpoint lacks {name}, which its config.json describes; if it was saved "
+                "from a model without it, take quantization_config out of config.json"
             )
 
 
@@ -243,19 +268,15 @@ def register() -> tuple[type, type]:
             from .transformers import use_in_transformers
 
             packed = list(stacks(model)) if self.quantization_config.experts else []
-            for name, experts, target in packed:
-                for part, tensor in experts._modules[target].named_parameters():
-                    if not getattr(tensor, "_is_hf_initialized", False):
-                        raise ValueError(f"the checkpoint lacks {name}.{part}")
-                    tensor.requires_grad_(False)
+            _check_loaded(model)
+            for _, experts, target in packed:
+                experts._modules[target].requires_grad_(False)
             if packed:
                 model.is_quantized = False  # it would keep half() and PEFT's input gradients away
             else:
                 self.remove_quantization_config(model)  # and `mark` describes the adapters again
             if self.quantization_config.lora is not None:
-                from ..adapters.lora import set_lora
-
-                set_lora(model, self.quantization_config.lora["active"], trainable=True)
+                _activate(model, self.quantization_config.lora)
             use_in_transformers(model)
 
     for made in (ExpertsQuantizer, ExpertsConfig):

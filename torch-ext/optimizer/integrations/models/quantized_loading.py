@@ -127,8 +127,11 @@ def load_quantized(
     for name in unknown:
         remedy = OTHER_NAMES.get(name, "what configures the model goes into config=")
         raise TypeError(f"load_quantized() got an unexpected keyword argument {name!r}; {remedy}")
-    if isinstance(model_class, str):
-        raise TypeError(f"model_class must be a class of transformers, got {model_class!r}")
+    builders = ("from_config", "_from_config")  # of an auto class, of any other
+    if model_class is not None and not any(hasattr(model_class, name) for name in builders):
+        raise TypeError(
+            f"model_class must be a class of transformers' models, got {model_class!r:.99}"
+        )
     device = placement(device_map)
     wanted = {"quant_type": quant_type, "blocksize": blocksize, "nested": nested}
     wanted = {name: value for name, value in wanted.items() if value is not None}
