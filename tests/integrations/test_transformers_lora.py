@@ -233,6 +233,19 @@ def test_what_has_no_4_bits_is_left_alone(opt, device, fresh) -> None:
         assert one.config._experts_implementation == "eager"
 
 
+@pytest.mark.parametrize("parts", [{}, {"target_modules": ["q_proj"]}], ids=["experts", "all"])
+def test_merged_adapters_are_not_rounded_into_4_bits(opt, fresh, parts) -> None:
+    model = attached(opt, fresh(), **parts)
+    expected = logits(model)
+    opt.integrations.merge_lora(model)
+    with pytest.raises(ValueError, match="is merged into the experts; unmerge_lora"):
+        opt.integrations.quantize_experts(model)
+    opt.integrations.unmerge_lora(model)
+    assert_same_bits(logits(model), expected)
+    opt.integrations.merge_lora(model)
+    opt.integrations.quantize_experts(opt.integrations.detach_lora(model))
+
+
 def test_experts_in_host_memory(opt, device, fresh, tmp_path) -> None:
     """Gradient checkpointing over offloaded experts: the same bits, and they can be saved."""
     model = attached(opt, fresh(num_hidden_layers=3), quantize="nf4")

@@ -7,13 +7,15 @@ from typing import Any
 from torch import nn
 
 from ...moe.quantized.expert_weights import DTYPES, format_of
-from .experts import pack, packed_shape, stacks
+from ..adapters import peft
+from .experts import ATTACHED, is_experts, pack, packed_shape, stacks
 from .transformers import use_in_transformers
 
 
 def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None:
     """Raise ValueError unless `quantize_experts` can do it."""
     format = format_of(quant_type, **options)
+    _check_unmerged(model)
     for name, experts, target in _dense_stacks(model):
         weight = experts._parameters[target]
         if weight.is_meta or hasattr(weight, "placements"):
@@ -28,6 +30,18 @@ def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None
             packed_shape(experts, tuple(weight.shape), format)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+def _check_unmerged(model: nn.Module) -> None:
+    """Raise ValueError if an adapter is part of a stack, which unmerging could not put back."""
+    ours = (experts._modules.get(ATTACHED) for _, experts, _ in stacks(model))
+    theirs = (w for outer in peft.wrappers(model) for w in peft.chain(outer))
+    wrappers = (w for w in theirs if is_experts(peft.base_of(w)))
+    if any(adapters is not None and adapters.merged for adapters in (*ours, *wrappers)):
+        raise ValueError(
+            "an adapter is merged into the experts; unmerge_lora(model) first, or "
+            "detach_lora(model), which keeps the sum, and quantise that"
+        )
 
 
 def quantize_experts(
@@ -47,9 +61,10 @@ def quantize_experts(
 
     Raises:
         TypeError: model is no module.
-        ValueError: an unknown format or blocksize; a stack that is not whole in this process, or
-            has a size that the format does not pack or a dtype that has no 4 bits; no experts, or
-            experts that our kernels do not serve. Nothing has changed then.
+        ValueError: an unknown format or blocksize; an adapter that is merged into the experts; a
+            stack that is not whole in this process, or has a size that the format does not pack or
+            a dtype that has no 4 bits; no experts, or experts that our kernels do not serve.
+            Nothing has changed then.
         ImportError: transformers is not installed.
     """
     options = {} if blocksize is None else {"blocksize": blocksize}
