@@ -112,7 +112,6 @@ SOURCES["end_to_end" + PART] = tuple(
                 for name in (
                     "adapters/lora",
                     "models/experts",
-                    "models/quantize_in_memory",
                     "models/transformers",
                 )
             ),
