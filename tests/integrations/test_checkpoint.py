@@ -67,6 +67,8 @@ def test_every_kind_of_option_round_trips(opt, device, tmp_path) -> None:
     optimizer.param_groups[0]["ns_steps"] = numpy.int64(4)
     optimizer.param_groups[1]["initial_lr"] = 1e-3  # as schedulers leave it
     optimizer.param_groups[1]["milestones"] = [1, (2, None), {"a": True}]  # as users may
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    optimizer.param_groups[1]["own"] = {"a.b": one, "a": {"b": two}}
     opt.save_optimizer(optimizer, tmp_path)
     assert contents(tmp_path).keys() == FILES
     readable = json.loads((tmp_path / "optimizer.json").read_text())
@@ -74,7 +76,7 @@ def test_every_kind_of_option_round_trips(opt, device, tmp_path) -> None:
     assert readable["groups"][0]["names"] == optimizer.parameter_names(0)
     assert readable["groups"][0]["options"]["momentum"] == 0.95
     other = muon(opt, copies(params))
-    other.param_groups[1]["milestones"] = None
+    other.param_groups[1] |= {"milestones": None, "own": None}
     opt.load_optimizer(other, tmp_path)
     assert options_of(other) == options_of(optimizer)
     assert type(other.param_groups[0]["ns_steps"]) is int

@@ -355,6 +355,8 @@ def _copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A JSON form that `_decode` turns back into the same value; tensors go into `tensors`."""
     if isinstance(value, Tensor):
+        while name in tensors:  # keys with a dot in them
+            name += "_"
         tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, torch.dtype) and value in DTYPES.values():
