@@ -404,6 +404,10 @@ REFUSED = [
     ({"target_modules": ["q_proj"], "adapter_name": "mlp"}, "'mlp' is part of a module's name"),
     ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "no support for {'lora_dropout': 0.1}"),
     ({"peft_config": peft.LoraConfig(use_dora=True)}, "'use_dora': True"),
+    (
+        {"peft_config": peft.LoraConfig(modules_to_save="lm_head")},
+        "modules_to_save must be a sequence of names, got 'lm_head'",
+    ),
     ({"peft_config": peft.LoraConfig(bias="all")}, "'bias': 'all'"),
     ({"peft_config": peft.LoraConfig(layers_to_transform=[1])}, r"'layers_to_transform': \[1\]"),
     ({"peft_config": peft.LoraConfig(init_lora_weights="pissa")}, "'init_lora_weights': 'pissa'"),

@@ -199,6 +199,15 @@ def test_adapters_that_the_files_lack_are_refused(opt, fresh, tmp_path) -> None:
         type(model).from_pretrained(tmp_path)
 
 
+def test_adapters_on_the_disk_are_refused(opt, fresh, tmp_path) -> None:
+    model = opt.integrations.attach_lora(fresh())
+    model.save_pretrained(tmp_path)
+    names = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"]
+    places = dict.fromkeys(names, "cpu") | {"model.layers.1": "disk"}
+    with pytest.raises(ValueError, match=r"device_map keeps model\.layers\.1.* on the disk"):
+        type(model).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+
+
 def test_lora_beside_another_quantizer_is_not_lost(opt, fresh, tmp_path) -> None:
     """Its files have no place for our factors; without them it saves as before."""
     model = fresh()

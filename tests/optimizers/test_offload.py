@@ -11,7 +11,7 @@ from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_tensors
 from ._steps import marked, parameters, train
-from .test_state import MAKERS, SHAPES, state_tensors
+from .test_state import MAKERS, SHAPES, state_tensors, through_memory
 
 KEPT = {"step", "second_momentum_buffer"}
 
@@ -86,6 +86,32 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
         present -= {n for kind, n in events[:here] if kind == "out"}
         assert len(present & set(range(7))) <= module.SLOTS
     assert events.count(("in", 7)) == events.count(("out", 7)) == 2  # exp_avg, exp_avg_sq
+
+
+@pytest.mark.sees_defect("state cannot be saved or loaded while it is offloaded")
+@MAKERS
+def test_state_dicts_while_it_is_on(opt, device, make) -> None:
+    """Motif refuses both; here they are served from the host, exactly."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 3)
+    saved, others = through_memory(optimizer.state_dict()), []
+    for offload in (False, True):
+        twins = [nn.Parameter(param.detach().clone()) for param in params]
+        other = make(opt, twins, lr=0.5)
+        if offload:
+            other.turn_on_cpu_offload()
+        other.load_state_dict(saved)
+        assert other.offloaded == offload
+        for tensor in travelling(other):
+            assert tensor.device == (torch.device("cpu") if offload else device)
+        assert_same_values(other, optimizer)
+        train(other, twins, 2, seed=50)
+        others.append(other)
+    train(optimizer, params, 2, seed=50)
+    for other in others:
+        assert_same_values(other, optimizer)
 
 
 @pytest.mark.sees_defect("state made after the registration is never offloaded")

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -256,6 +257,36 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
 
 # Values that a product with 0 or a sum with 0 would change.
 DELICATE = (-0.0, float("inf"), float("-inf"), 1e-40, 65504.0)
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+@pytest.fixture
+def nothing_else() -> Iterator[None]:
+    """What was there before is not gone through again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@MAKERS
+def test_no_tensor_is_alive_before_the_first_step(opt, device, nothing_else, make) -> None:
+    """As of torch's AdamW; also after report() and state_dict(), which look at everything."""
+    params = parameters(SHAPES, device=device)
+    before = tensors_alive()
+    theirs = torch.optim.AdamW(params)
+    of_adamw = tensors_alive() - before
+    del theirs
+    optimizer = make(opt, params)
+    assert tensors_alive() - before <= of_adamw
+    assert "0 bytes of state" in optimizer.report(verbose=True)
+    optimizer.state_dict()
+    assert not optimizer.state
+    assert tensors_alive() - before <= of_adamw
 
 
 @MAKERS

@@ -211,7 +211,7 @@ def _check_adamw(group: Mapping[str, Any], where: str) -> None:
     for option in ("amsgrad", "maximize"):
         if group.get(option):
             raise ValueError(f"{where}: {option} has no counterpart here")
-    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+    if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
         raise ValueError(
             f"{where}: weight_decay={group['weight_decay']!r} of torch.optim.Adam is no decoupled "
             "decay and has no counterpart here; set it to 0 in the saved group to go on without"

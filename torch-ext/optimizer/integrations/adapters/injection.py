@@ -143,8 +143,11 @@ def _check_modules(model: nn.Module, config: Any) -> None:
                 f"{key}: {missed} are names of no modules; a model's experts are stacks that have "
                 "LoRA without being named here, so name the other modules alone"
             )
+    whole = config.modules_to_save or ()
+    if isinstance(whole, str):  # PEFT would take its letters for names
+        raise ValueError(f"modules_to_save must be a sequence of names, got {whole!r:.99}")
     stacked = [f"{plain(name)}." for name, _ in experts_modules(model)]
-    for one in sorted(config.modules_to_save or ()):
+    for one in sorted(whole):
         if any(s.startswith(f"{name}.") for s in stacked for name in names if ends(name, one)):
             raise ValueError(
                 f"modules_to_save: {one!r} has experts in it, which have LoRA and are not trained "

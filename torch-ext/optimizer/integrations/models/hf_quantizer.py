@@ -169,7 +169,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_loaded(model: nn.Module) -> None:
-    """Raise ValueError if a stack or an adapter of the description was not in the files.
+    """Raise ValueError if a stack or an adapter of the description was not loaded.
 
     Nothing fills an adapter that was missed: it has whatever lay in its memory.
     """
@@ -178,11 +178,13 @@ def _check_loaded(model: nn.Module) -> None:
     )
     for name, tensor in model.named_parameters():
         ours = name.startswith(packed) or ATTACHED in name.split(".")
-        if ours and not getattr(tensor, "_is_hf_initialized", False):
-            raise ValueError(
-                f"the checkpoint lacks {name}, which its config.json describes; if it was saved "
-                "from a model without it, take quantization_config out of config.json"
-            )
+        if not ours or getattr(tensor, "_is_hf_initialized", False):
+            continue
+        if tensor.is_meta:
+            raise ValueError(f"device_map keeps {name} on the disk; experts stay on a device")
+        lacking = f"the checkpoint lacks {name}, which its config.json describes"
+        remedy = "; if it was saved from a model without it, take quantization_config out of it"
+        raise ValueError(lacking if packed else lacking + remedy)
 
 
 def check_one_device(device_map: Mapping[str, Any]) -> None:
