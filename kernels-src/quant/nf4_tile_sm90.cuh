@@ -1,9 +1,8 @@
 #pragma once
 // Shapes, shared memory and arguments of the product over packed weights on sm_90a.
 //
-//   loader warpgroup   packed weights by TMA, scales and     |  full ->   two or three consumer
-//   warpgroups:
-//                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
+//   loader warpgroup, packed weights by TMA,      |  full ->   2 or 3 consumer warpgroups,
+//   scales and gathered rows by cp.async          |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
 // takes its left operand. Rows are its N, up to 256 (FP8: 144), so that few experts have

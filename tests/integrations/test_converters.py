@@ -391,6 +391,17 @@ def build(opt, name, device, *, offload: bool, lr: float):
     return model, optimizer
 
 
+def through_dcp(saved, loading, folder, flat: bool) -> None:
+    """Save a model with its optimizer, and load both into others."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(*saved, options=options)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    model, optimizer = get_state_dict(*loading, options=options)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    states = {"model_state_dict": model, "optim_state_dict": optimizer}
+    set_state_dict(*loading, **states, options=options)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "flat", "offload"),
@@ -403,22 +414,10 @@ def build(opt, name, device, *, offload: bool, lr: float):
 )
 def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -> None:
     """Also flattened to one entry per parameter; float32 state of bfloat16 parameters."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = build(opt, name, device, offload=offload, lr=0.05)
     train(optimizer, [*model.parameters()], 3)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     twin, other = build(opt, name, device, offload=not offload, lr=0.9)
-    weights, state = get_state_dict(twin, other, options=options)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(
-        twin,
-        other,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-        options=options,
-    )
+    through_dcp((model, optimizer), (twin, other), tmp_path, flat)
     assert other.offloaded != offload
     assert options_of(other) == options_of(optimizer)
     assert_same_values(other, optimizer)
@@ -431,24 +430,12 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
 @pytest.mark.parametrize("flat", [False, True])
 def test_frozen_parameters_have_no_state_there(opt, device, flat, tmp_path) -> None:
     """torch drops it while it loads; it begins with zeros if the parameter trains again."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = build(opt, "Muon", device, offload=False, lr=0.05)
     train(optimizer, [*model.parameters()], 2)
     twin, other = build(opt, "Muon", device, offload=False, lr=0.05)
     for each in (model, twin):
         each.layers[0].qkv.weight.requires_grad_(False)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
-    weights, state = get_state_dict(twin, other, options=options)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(
-        twin,
-        other,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-        options=options,
-    )
+    through_dcp((model, optimizer), (twin, other), tmp_path, flat)
     for param, same in zip(model.parameters(), twin.parameters(), strict=True):
         if param.requires_grad:
             assert_same_tensors(other.state[same], optimizer.state[param])

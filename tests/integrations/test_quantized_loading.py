@@ -66,12 +66,15 @@ def rewritten(source, folder, change):
     return folder
 
 
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", EXTRA)
-def test_logits_are_those_of_from_pretrained_with_rounded_experts(load, saved, tmp_path, name):
+def test_logits_are_those_of_from_pretrained_with_rounded_experts(
+    load, saved, tmp_path, name, nested
+):
     """Heads for multi-token prediction are left out, and so is what is around a text model."""
     extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
     folder = rewritten(saved(name), tmp_path / name, lambda tensors: tensors | extra)
-    loaded = load(folder)
+    loaded = load(folder, nested=nested)
     dense = AutoModelForCausalLM.from_pretrained(
         folder, experts_implementation="eager", dtype=torch.float32
     )
